@@ -307,7 +307,7 @@ def test_load_tasks_counts_repeated_row_once(tmp_path: Path) -> None:
     few = load_tasks(DatasetConfig(name=str(file), max_tasks=3))
     assert ([task.key for task in few.tasks], few.repeated) == (["own/1", "own/2", "own/4"], 1), "the first tasks, not rows"
     prepared = prepare(None, build({"dataset.name": str(file), "model.path": str(tiny_random(tmp_path / "model"))}))
-    assert f"{file}: 2 rows say the same as an earlier one; each task is used once." in prepared.remarks
+    assert f"{file}: 2 rows say the same as an earlier row; each task is used once." in prepared.remarks
 
 
 def test_load_tasks_shows_twenty_faults_and_counts_others(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_actions_run_the_command_shown_with_chosen_values(trained: Database) -> 
     assert make_words(of, "whatif", Action(**shown, algorithm="-x; ls")) == [*what, "-x; ls"]
     rewards = Action(**shown, reward=["exact", "-b=2"])
     assert make_words(of, "rescore", rewards) == ["rescore", "first", "--reward=exact", "--reward=-b=2"]
-    with pytest.raises(ConfigError, match="Which reward"):
+    with pytest.raises(ConfigError, match="needs a reward"):
         make_words(of, "rescore", Action(**shown))
     with pytest.raises(NotFoundError):
         make_words(of, "verify", Action(episode=999))

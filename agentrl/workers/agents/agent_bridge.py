@@ -1,4 +1,4 @@
-"""The end inside the sandbox of a program's connection to the endpoint.
+"""The connection of a sandboxed program to the endpoint: the end inside the sandbox.
 
 `agent_bridge.py SOCKET COMMAND...` listens on 127.0.0.1:8500 and forwards each connection to the Unix socket SOCKET, in
 threads. It runs the command as a child process. This file runs inside the sandbox and imports only the standard library.

@@ -1,9 +1,9 @@
 """Prepares the start of an agent: a function in the worker's folder, or a program in a sandbox with its own folder.
 
-A program executes text that the model wrote. In bubblewrap, it can read the system and the folder of the files that its command
-names. It can write only to its own folder. It reaches one network address, which leads to the endpoint. `network: all` gives it
-the complete network, and `unsafe: true` runs it without the sandbox. In a container of ours, where bubblewrap cannot run,
-Landlock confines the program (`agents.confinement`).
+A program executes text that the model wrote. In bubblewrap, the program can read the system and the folders of the files that
+its command names. It can write only to its own folder. The only network address that it reaches leads to the endpoint.
+`network: all` gives it the complete network, and `unsafe: true` runs it without the sandbox. In a container of agentrl's image,
+where bubblewrap cannot run, Landlock confines the program (`agents.confinement`).
 """
 
 import json
@@ -30,7 +30,7 @@ from agentrl.workflow.sandbox import uid_pool
 from agentrl.workflow.settings import settings
 
 INSIDE = "/agent"
-"""The path inside the sandbox of the program's own folder."""
+"""The path of the program's own folder inside the sandbox."""
 SOCKET = "/run/endpoint"
 BRIDGE = "/run/bridge.py"
 ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl", "/etc/passwd", "/etc/group", "/etc/localtime")

@@ -1,8 +1,8 @@
 """The `agents` job: claim one attempt at an episode, run its agent, and write the agent's result to the row.
 
-The agent gets two keys that belong to its episode: one for model requests, and one for annotations. The row stores a hash of
-the first key. The agent's result goes through this job, never through the endpoint. If a worker is lost, its agents end too,
-and their episodes start again with new agents. If a worker is asked to stop, it ends its agents at once.
+The agent gets two keys that belong to its episode: one for model requests, and one for annotations. The attempt's row stores a
+hash of the first key. The agent's result goes through this job, never through the endpoint. If a worker is lost, its agents end
+too, and the episodes start again with new agents. If a worker is asked to stop, it ends its agents at once.
 """
 
 import threading

@@ -1,8 +1,8 @@
-"""Runs function agents as threads of this process, so that they can use its objects.
+"""Runs function agents as threads of this process, so that the agents can use the objects of this process.
 
-No limits of processes apply to such an agent, only the time limit. An agent that exceeds the time limit continues in its
-thread, but its result is ignored. The agent must read the model's address from `llm`, because all agents of the process share
-one environment.
+Of the agent's limits, only the time limit applies: the other limits are limits of processes. An agent that exceeds the time
+limit continues in its thread, but its result is ignored. The agent must read the model's address from `llm`, because all agents
+of the process share one environment.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ def run(config: AgentConfig, task: AgentTask, llm: LLM, emit_key: str, is_stoppe
     """Call the agent in a thread, and wait until it ends. Return None if `is_stopped` returns True before that.
 
     Raises:
-        ConfigError: the agent's path cannot be imported, or `config.frozen_clock` is set, which needs an own process.
+        ConfigError: the agent's path cannot be imported, or `config.frozen_clock` is set, which needs a separate process.
     """
     if config.frozen_clock:
         raise ConfigError(
-            "agent.frozen_clock cannot be used here: the agent runs in your process, not in one of its own.",
+            "agent.frozen_clock cannot be used here: the agent runs in your process, not in a separate one.",
             "Leave agent.frozen_clock out.",
         )
     agent, report = find("agents", config.name), AgentReport()

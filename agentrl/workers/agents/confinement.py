@@ -1,9 +1,9 @@
 """The Landlock sandbox of an agent's program, for containers in which bubblewrap cannot run.
 
-The program reads /usr, its interpreter and the folder of its script, without the files that are hidden from agents. It writes
-to its own folder only, which is its HOME too. It connects to the endpoint's port by TCP, and to nothing else. It cannot signal,
-trace or read processes outside. There is no private /tmp, /proc or network, so no other server that listens at the endpoint's
-port may be reachable.
+The program can read /usr, its interpreter and the folder of its script, except the files that are hidden from agents. It can
+write only to its own folder, which is also its HOME. It can connect only to the endpoint's TCP port, at any address. It cannot
+signal, trace or read processes outside. The program has no private /tmp, /proc or network. So the container must not reach
+another server that listens at the same port number.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,9 +18,9 @@ def spec(folder: Path, readable: Sequence[str], hidden: AbstractSet[str], port: 
     """Return what a program may reach, as JSON values.
 
     Args:
-        folder: the folder to which the program writes.
-        readable: the files and folders that it reads.
-        hidden: the files and folders below these that it does not read.
+        folder: the folder to which the program can write.
+        readable: the files and folders that the program can read.
+        hidden: the files and folders in `readable` that the program cannot read.
         port: the endpoint's port.
 
     Raises:

@@ -1,4 +1,5 @@
-"""The Landlock domain of an agent without a sandbox. In its domain, the agent can neither signal nor read processes outside.
+"""The Landlock domain of an agent without a sandbox. In this domain, the agent can neither signal nor read processes outside
+the domain.
 
 From Linux 6.12 on (ABI 6), Landlock limits signals to a domain. It also stops a process in a domain from reading the
 environment and the memory of processes outside, even of processes of the same user. If the agent runs as root, it first loses

@@ -1,11 +1,11 @@
-"""The supervisor of agents, one after the other. It starts an agent, enforces its limits, ends it with all of its child
-processes, and reports the result.
+"""The supervisor of agents, which run one after the other. It starts an agent, enforces the agent's limits, ends the agent with
+all of its child processes, and reports the result.
 
 The guardian is a separate process, forked by the agent server. It supervises one episode at a time. By default, each episode
 has a new process; with `agent.reuse`, the process of an episode that ended without an error also runs the next one. If the
 guardian is killed, the `Warden` ends the remaining processes. The guardian is a subreaper: a process that the agent leaves
-behind becomes the guardian's child, so no such process outlives the guardian. If the other end of its socket is closed, the
-guardian ends the agent and itself at once.
+behind becomes the guardian's child, so no such process outlives the guardian. If the worker's end of the guardian's socket is
+closed, the guardian ends the agent and itself at once.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ from agentrl.workflow.runtime.socket_pair import socket_pair
 
 LENGTH = struct.Struct("<Q")
 KILLED = "killed"
-"""The error class of an agent that another process or the kernel killed. It counts as lost, not as failed."""
+"""The error class of an agent that another process or the kernel killed. The agent then counts as lost, not as failed."""
 MAX_RESULT = 1 << 20
 """The largest result of an agent, in bytes."""
 TOO_LARGE = f"it has more than {MAX_RESULT} bytes"
 MAX_FILES_BYTES = 1 << 30
-"""The most bytes that a program may write to its folder. A single file may have half of that."""
+"""The most bytes that a program may write to its folder. A single file may have at most half of that."""
 MAX_FOLDERS = 10_000
 LOOK_SECONDS = 0.2
 """The time between two checks of the agent's limits, in seconds."""
@@ -69,7 +69,7 @@ class Order:
         reuse: whether the function's process may run the next episode too.
         keys: the secrets that are removed from all output.
         stdin: the file that a program reads as its standard input; empty for an empty input.
-        confinement: what a program may reach if Landlock confines it; None if it does not.
+        confinement: what a program may reach if Landlock confines it; None if Landlock does not confine it.
     """
 
     command: list[str]
@@ -137,8 +137,8 @@ def adopt_orphans() -> None:
 
 
 def guard(connection: socket.socket, function: Callable[..., Any] | None) -> None:
-    """Receive orders over the connection. For each, run the agent and send a pair: the report, and whether this guardian takes
-    another order. Return when the connection is closed, or when no other order is taken.
+    """Receive orders over the connection. For each order, run the agent and send a pair: the report, and whether this guardian
+    takes another order. Return when the connection is closed, or when this guardian takes no further order.
     """
     os.setsid()
     adopt_orphans()
@@ -222,7 +222,7 @@ class _Watch:
         self._output = KeptOutput(self.order.keys)
 
     def run(self) -> AgentReport:
-        """Wait for the end of the episode. End the agent, unless it may run another episode."""
+        """Wait for the end of the episode. Then end the agent's process, unless that process may run another episode."""
         over = self._follow()
         if not any(over) and self.order.reuse and self._has_result:
             self._read_rest()
@@ -287,12 +287,12 @@ class _Watch:
     def _is_too_much(self) -> tuple[str, str] | None:
         family = descendants(os.getpid())
         if len(family) > self.order.processes:
-            return "processes", f"it had {len(family)} processes, at most {self.order.processes} (agent.processes)"
+            return "processes", f"it had {len(family)} processes, but may have at most {self.order.processes} (agent.processes)"
         used = sum(map(_resident, family)) >> 20
         if used > self.order.memory_mb:  # what forks share was counted for each
             used = sum(map(_proportional, family)) >> 20
         if used > self.order.memory_mb:
-            return "memory", f"it took {used} MB of memory, at most {self.order.memory_mb} (agent.memory_mb)"
+            return "memory", f"it took {used} MB of memory, but may take at most {self.order.memory_mb} (agent.memory_mb)"
         if self.order.files and _written(self.order.files) > MAX_FILES_BYTES:
             return "files", f"it wrote more than {MAX_FILES_BYTES >> 20} MB into its folder"
         return None
@@ -509,7 +509,7 @@ def _written(folder: str) -> int:
 def end_descendants(spared: Collection[int] = ()) -> None:
     """Kill all descendants of this process, except the children in `spared` and their descendants.
 
-    All are stopped before any is killed, so no process can fork meanwhile.
+    All descendants are stopped before the first is killed, so no process can fork meanwhile.
     """
     deadline = time.monotonic() + END_SECONDS
     while (family := descendants(os.getpid(), spared)) and time.monotonic() < deadline:

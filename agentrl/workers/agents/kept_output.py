@@ -12,7 +12,7 @@ from agentrl.workflow.runtime.shown_text import clean
 HIDDEN = "[the attempt's key]"
 HEAD_BYTES, TAIL_BYTES = 2000, 4000
 MAX_LINES, MAX_LINE_CHARS = 5, 300
-"""The most output lines that an error quotes, and the most characters of each."""
+"""The most output lines that an error message quotes, and the most characters of each line."""
 
 
 def hide_keys(text: str, keys: Sequence[str]) -> str:
@@ -67,8 +67,8 @@ class KeptOutput:
 
 
 def add_last_lines(error: str, output: str) -> str:
-    """Return the error with the last line of the output appended. If the output has more lines, the last `MAX_LINES` follow
-    below.
+    """Return the error message with the last line of the output appended. If the output has more lines, its last `MAX_LINES`
+    lines follow in new lines.
     """
     lines = [line.strip()[:MAX_LINE_CHARS] for line in output.splitlines() if line.strip()][-MAX_LINES:]
     if not lines:

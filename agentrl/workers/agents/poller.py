@@ -1,7 +1,8 @@
 """`agentrl agent poll`: asks an endpoint for tasks, and runs a program for each of them.
 
 The program runs like an agent program without a sandbox: in its own folder, with the variables of its model and its task, and
-under the limits of the run. It also gets the task as JSON on its standard input. The keys of this process do not reach it.
+under the limits of the run. The program also gets the task as JSON on its standard input. It does not get the keys of the
+poller's process.
 """
 
 import json
@@ -33,7 +34,7 @@ WAIT_SECONDS = 20.0
 """How long a request waits at the endpoint for a task, in seconds."""
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 60.0
 PATIENCE_SECONDS = 300.0
-"""The longest time for which the end of a task is sent again while the endpoint is unavailable, in seconds."""
+"""The longest time, in seconds, for which the poller keeps sending the end of a task while the endpoint is unavailable."""
 FIRST_PAUSE, MAX_PAUSE = 0.5, 10.0
 MAX_BYTES = 8 * 2**20
 """The largest response of the endpoint, in bytes."""
@@ -85,7 +86,7 @@ class PolledTask(BaseModel):
 
 
 class TaskOver(Exception):
-    """The exception for a task that the endpoint has taken from this poller, or that has ended."""
+    """The exception for a task that has ended, or that the endpoint has taken away from this poller."""
 
 
 class TaskClient:
@@ -145,7 +146,10 @@ class TaskClient:
                     if len(content) > MAX_BYTES:
                         raise self._no_endpoint(f"its response has more than {MAX_BYTES} bytes")
         except httpx2.HTTPError as error:
-            raise ServiceError(f"The endpoint at {self.url} does not answer: {error}.", "Is its stack running?") from error
+            raise ServiceError(
+                f"The endpoint at {self.url} does not answer: {error}.",
+                "Check the URL, and that the stack of the endpoint is running.",
+            ) from error
         except (httpx2.InvalidURL, UnicodeError) as error:
             raise ConfigError(f"Not a URL: {self.url!r:.200} ({error}).", "Write --url http://HOST:PORT") from error
         if response.status_code in (200, 204):
@@ -157,7 +161,7 @@ class TaskClient:
             raise ServiceError(f"The endpoint at {self.url} does not answer: {response.status_code} {reason}".rstrip())
         if not reason:
             raise self._no_endpoint(f"status {response.status_code}")
-        raise ConfigError(f"The endpoint at {self.url} refuses: {reason}")
+        raise ConfigError(f"The endpoint at {self.url} refuses the request: {reason}")
 
     def _no_endpoint(self, why: str) -> ConfigError:
         return ConfigError(
@@ -199,7 +203,8 @@ class Poller:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def poll(self) -> None:
-        """Ask for tasks until `max_tasks` have ended or KeyboardInterrupt. Then give back the tasks whose programs still run.
+        """Ask for tasks until `max_tasks` have ended, or until KeyboardInterrupt. Then give back the tasks whose programs still
+        run.
 
         Raises:
             ConfigError: the endpoint refuses the requests, or the program is not found.

@@ -30,12 +30,12 @@ from agentrl.workflow.settings import settings
 START_SECONDS = 120.0
 """The longest import of an agent's module, in seconds."""
 MAX_SERVERS = 8
-"""The most warm interpreters at once. If there are more, the least recently used one ends."""
+"""The most warm interpreters at once. If there are more, the least recently used interpreter ends."""
 LOOK_SECONDS = 0.5
 KEPT = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 KEPT_PREFIXES = ("LC_", "PYTHON")
 _HASHED = re.compile(r"[0-9a-f]{8}\.\d+")
-"""The names of certificates in a folder that OpenSSL can search."""
+"""The pattern of the names of certificates in a folder that OpenSSL can search."""
 
 
 class AgentUnready(Exception):
@@ -47,8 +47,8 @@ class _Unwanted(Exception):
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the environment that agents receive: a part of this process's environment, without database, broker and secrets,
-    and the place of the certificates.
+    """Return the environment that agents receive: a part of this process's environment, without the database, the broker and
+    secrets, and in addition the location of the certificates.
     """
     variables = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(KEPT_PREFIXES)}
     return variables | _certificates(os.environ.get("SSL_CERT_FILE", ""), os.environ.get("SSL_CERT_DIR", ""))
@@ -83,7 +83,7 @@ class AgentServer:
 
     Attributes:
         spec: the import path of the agent; empty for programs.
-        is_stopped: returns whether the start must be given up.
+        is_stopped: the function that returns True if the start must be given up.
         source: the source of the agent's module.
     """
 
@@ -117,7 +117,7 @@ class AgentServer:
             self._kill()
             if was_killed:
                 raise InfraError("The agent's interpreter was killed, by a user or by the kernel (out of memory).")
-            raise AgentUnready(reply["error"] if reply else "its interpreter ended while it was imported")
+            raise AgentUnready(reply["error"] if reply else "the interpreter ended while it imported the agent's module")
         self.source = reply["source"]
         self._stamps = {file: _stamp(file) for file in reply["files"]}
 
@@ -140,7 +140,7 @@ class AgentServer:
                 raise _Unwanted
             if time.monotonic() > deadline:
                 self._kill()
-                raise AgentUnready(f"it was not imported within {START_SECONDS:.0f} s")
+                raise AgentUnready(f"the agent's module was not imported within {START_SECONDS:.0f} s")
 
     @property
     def is_fresh(self) -> bool:
@@ -162,12 +162,14 @@ class AgentServer:
         return ours
 
     def keep(self, guardian: socket.socket) -> None:
-        """Take back the socket of a guardian that takes another order. If the interpreter is closed, the guardian ends."""
+        """Keep the socket of a guardian that takes another order, for the next agent. If the interpreter is closed, end the
+        guardian.
+        """
         with self._lock:
             guardian.close() if self._is_closed else self._idle.append(guardian)
 
     def close(self) -> None:
-        """Tell the interpreter to end after its running agents. Wait at most LOOK_SECONDS for its end."""
+        """Tell the interpreter to end as soon as its running agents have ended. Wait for its end at most LOOK_SECONDS."""
         self._control.close()
         with self._lock:
             self._is_closed = True

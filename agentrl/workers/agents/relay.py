@@ -1,4 +1,6 @@
-"""The end outside the sandbox of an agent's connection: a Unix socket that forwards all bytes to the endpoint."""
+"""The connection of a sandboxed agent to the endpoint: the end outside the sandbox, a Unix socket that forwards all bytes to
+the endpoint.
+"""
 
 import asyncio
 import threading

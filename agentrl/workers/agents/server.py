@@ -1,11 +1,11 @@
-"""A warm interpreter for agents. It has imported the agent's module. It forks guardians, the processes that start and watch
-agents.
+"""A warm interpreter for agents. The interpreter has imported the agent's module, and forks guardians, the processes that start
+and watch agents.
 
 The command is `python -P -m agentrl.workers.agents.server FD SPEC PATHS`. The interpreter first sends a message over the socket
 FD. The message has the imported files and the source of the agent's module, or the error of the import. After that, the
-interpreter receives one file descriptor per guardian: the guardian's end of a socket. Its environment contains no secrets. It
-ends when the worker has closed the other end of FD and all of its agents have ended. For programs SPEC is empty, because they
-need no module.
+interpreter receives one file descriptor per guardian: the guardian's end of a socket. The environment of the interpreter
+contains no secrets. The interpreter ends when the worker has closed the other end of FD and all of the interpreter's agents
+have ended. For programs, SPEC is empty, because programs need no module.
 """
 
 import asyncio
@@ -25,7 +25,9 @@ from agentrl.workers.agents.warden import Warden
 
 WORDS = 2000
 REHEARSAL_SECONDS = 5.0
-"""The longest wait for a request of the rehearsal, in seconds."""
+"""The longest wait for a request of the rehearsal, in seconds. The rehearsal makes local requests with the openai SDK, so that
+forked agents start faster.
+"""
 _CHUNK = {"id": "r", "object": "chat.completion.chunk", "created": 0, "model": "none", "choices": []}
 _RESPONSE = {
     "id": "r",

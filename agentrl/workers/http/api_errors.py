@@ -1,4 +1,4 @@
-"""The error responses of the servers themselves. The dialect of the request's path determines their format."""
+"""The error responses that the servers write themselves. The dialect of the request's path determines their format."""
 
 import json
 from typing import Any
@@ -10,9 +10,10 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class ApiError(RequestError):
-    """An error response of a server itself.
+    """An error response that a server writes itself.
 
-    `retry_after` is the time after which the client should retry, in seconds. `final` tells SDKs not to retry.
+    `retry_after` is the time after which the client should retry, in seconds. `final` tells SDKs not to retry. `allow` is the
+    method that the path supports, for status 405.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ def no_route(routes: str) -> ApiError:
 
 
 def no_model(name: str, served: str) -> ApiError:
-    """Return the error for a lookup of a model that is not served. Requests for turns do not get it, because they may name any
-    model.
+    """Return the error for a lookup of a model that is not served. Requests for turns never get this error, because they may
+    name any model.
     """
     return ApiError(404, f"Unknown model {name[:100]!r}. Use {served!r}.", "model_not_found")
 
@@ -82,7 +83,7 @@ def long_head(max_bytes: int) -> ApiError:
 
 
 def encoded_body() -> ApiError:
-    """Return the error for a compressed body. It is refused because its real size is unknown."""
+    """Return the error for a compressed body. Such a body is refused because its real size is unknown."""
     return ApiError(415, "The body must not be compressed. Leave Content-Encoding out.", "unsupported_encoding")
 
 
@@ -108,7 +109,7 @@ def over(episode: int, why: str) -> ApiError:
 
 def too_many(what: str) -> ApiError:
     """Return the error for a request beyond a limit on open requests; `what` describes the limit."""
-    return ApiError(429, f"{what}. Wait for some to end.", "too_many_requests", "rate_limit_error", retry_after=1)
+    return ApiError(429, f"{what}. Wait until some of them have ended.", "too_many_requests", "rate_limit_error", retry_after=1)
 
 
 def no_holder(seconds: float) -> ApiError:
@@ -129,7 +130,7 @@ def broken(seconds: float) -> ApiError:
 
 
 def differs() -> ApiError:
-    """Return the error for a response that has begun and cannot be completed."""
+    """Return the error for a response that was interrupted and whose repetition differs from the bytes already sent."""
     return ApiError(
         500,
         "The response was interrupted, and its repetition differs. Send the call again.",

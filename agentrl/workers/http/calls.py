@@ -1,4 +1,4 @@
-"""The application of an API: its routes, one request with its response, and the limits on both."""
+"""The application of an API: its routes, one request with its response, and the limits on request and response."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence, Set
@@ -18,11 +18,11 @@ from agentrl.workflow.errors import ServiceError, locate_error
 
 MAX_HEAD_BYTES = 32 * 2**10
 DRAIN_BYTES, DRAIN_SECONDS = 32 * 2**20, 10.0
-"""The most bytes of a refused body that are read and discarded, and the time limit for it in seconds. A client that is still
-sending its body can read the error only after that.
+"""The most bytes of a refused body that are read and discarded, and the time limit for this in seconds. A client that is still
+sending its body can read the error only after its body was read.
 """
 BASES = ("/v1", "", "/v1/v1")
-"""The beginnings of paths that mean the same. A client's base URL may end with `/v1` or not, because some clients add `/v1`
+"""The two beginnings of paths that mean the same. A client's base URL may end with `/v1` or not, because some clients add `/v1`
 themselves.
 """
 _JSON = "application/json"
@@ -36,8 +36,8 @@ class ClientGone(Exception):
 class Call(Request):
     """One request and its response.
 
-    Every response has the headers in `added_headers`. They have the request's id under the names that the SDKs of OpenAI and
-    Anthropic read.
+    Every response has the headers in `added_headers`. These headers have the request's id under the names that the SDKs of
+    OpenAI and Anthropic read.
 
     Attributes:
         request_id: 32 hexadecimal digits.
@@ -98,7 +98,9 @@ class Call(Request):
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.added_headers]})
 
     async def write(self, piece: bytes, more: bool) -> None:
-        """Wait until the client has read most of the earlier bytes, then send these. `more` says whether bytes follow."""
+        """Wait until the client has read most of the earlier bytes, then send `piece`. `more` says whether further bytes
+        follow.
+        """
         await self._send({"type": "http.response.body", "body": piece, "more_body": more})
 
     async def answer(self, status: int, body: bytes, headers: Headers | None = None, content_type: str = _JSON) -> None:
@@ -120,7 +122,9 @@ class Call(Request):
             await self.answer(error.status, api_errors.error_json(error, self.route), api_errors.headers_of(error))
 
     async def unless_gone(self, work: Awaitable[None]) -> None:
-        """Wait until `work` is done. If the client disconnects before that, cancel the work. Read the body before."""
+        """Wait until `work` is done. If the client disconnects before that, cancel `work`. The caller must have read the
+        request's body.
+        """
         doing = asyncio.ensure_future(work)
         watching = asyncio.ensure_future(self.receive())  # says nothing before the client is gone: the body has been read
         try:
@@ -171,8 +175,8 @@ class Application:
 
     Args:
         routes: the routes. A request may have its key in the path, before the route: `/attempt/KEY/v1/...`.
-        name: the name of the server in the message of an error that is a bug.
-        log: the log that names the place of a bug, without a traceback, which might show a key.
+        name: the name of the server, for the message of an error that a bug of the server causes.
+        log: the logger to which the place of a bug is written. The traceback is not written, because it might show a key.
         origins: the origins of web pages that may read the responses.
     """
 

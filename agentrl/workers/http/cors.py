@@ -1,7 +1,7 @@
 """Cross-origin requests: which web pages of other sites may read the responses of `agentrl serve` in a browser.
 
-A browser first sends an OPTIONS request (a preflight). It shows a response to a page only if the response names the page's
-origin. Origins are compared in the form that browsers send: scheme, host and port, without patterns.
+A browser first sends an OPTIONS request (a preflight). The browser shows a response to a page only if the response names the
+page's origin. Origins are compared in the form that browsers send: scheme, host and port, without patterns.
 """
 
 import re
@@ -13,7 +13,7 @@ HEADERS = (
     b"authorization, content-type, idempotency-key, x-api-key, x-agentrl-episode, "
     b"anthropic-version, anthropic-beta, anthropic-dangerous-direct-browser-access"
 )
-"""The headers that a page may send. In addition, it may send those of the SDKs (`x-stainless-...`)."""
+"""The headers that a page may send. In addition, a page may send the headers of the SDKs (`x-stainless-...`)."""
 EXPOSED = b"x-request-id, request-id, retry-after, x-agentrl-not-applied, x-agentrl-policy-version"
 """The headers of a response that a page may read."""
 PREFLIGHT_SECONDS = b"600"
@@ -30,7 +30,7 @@ def read_origins(text: str) -> frozenset[str]:
     origins = [origin.strip() for origin in text.split(",") if origin.strip()]
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):
-            raise ValueError(f"{origin!r} is not an origin: scheme, host and port, in lower case, without a path")
+            raise ValueError(f"{origin!r} is not an origin: write scheme, host and port, in lower case, without a path")
     return frozenset(origins)
 
 
@@ -46,7 +46,7 @@ def answer_headers(headers: Mapping[str, str], origins: Set[str]) -> Headers:
 
 
 def preflight_headers(headers: Mapping[str, str], method: str) -> Headers:
-    """Return the additional headers of the response to a preflight. Those of `answer_headers` are needed too."""
+    """Return the additional headers of the response to a preflight. The response needs the headers of `answer_headers` too."""
     names = headers.get("access-control-request-headers", "").lower().replace(" ", "").encode("latin-1").split(b",")
     of_sdk = [name for name in names[:50] if _OF_SDK.fullmatch(name)]
     return [

@@ -17,9 +17,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from agentrl.workers.http.api_errors import ApiError, error_json
 
 HEADER_SECONDS = 30.0
-"""The longest wait for a complete request head, in seconds. It also limits the pause between two requests."""
+"""The longest wait for a complete request head, in seconds. The same limit applies to the pause between two requests of a
+connection.
+"""
 STALL_SECONDS = 30.0
-"""The longest time, in seconds, in which a client reads none of the bytes that wait for it."""
+"""The longest time, in seconds, for which a client may read none of the bytes that wait to be sent to it."""
 WAITING_BYTES = 16 * 1024
 """The number of unread bytes of a slow client above which writing pauses."""
 MAX_CONNECTIONS = 4096
@@ -36,8 +38,8 @@ class _GatheringTransport:
         self._pieces: list[bytes] = []
 
     def write(self, data: bytes) -> None:
-        """Send the bytes when the present turn of the event loop is over, or more than WAITING_BYTES are gathered. The
-        connection of a slow client then pauses the writer, as without gathering.
+        """Send the bytes when the present turn of the event loop is over, or more than WAITING_BYTES are gathered. If the
+        client is slow, its connection then pauses the writer, as it would if bytes were not gathered.
         """
         if not self._pieces:
             asyncio.get_running_loop().call_soon(self._send)
@@ -129,7 +131,7 @@ def make_server(app: Any, most_head_bytes: int, goodbye_seconds: int) -> uvicorn
     Args:
         app: the ASGI application.
         most_head_bytes: the most bytes of a request's path and headers together.
-        goodbye_seconds: the time that open requests have after the server is told to end, in seconds.
+        goodbye_seconds: the time, in seconds, that open requests have to end after the server is told to exit.
     """
     getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     config = uvicorn.Config(

@@ -1,5 +1,5 @@
-"""An agent's request on its way: from the endpoint to the rollout process, and there from the HTTP server's thread to the
-rollout, which samples the response.
+"""The path of an agent's request: from the endpoint to the rollout process, and in that process from the thread of the HTTP
+server to the thread of the rollout, which samples the response.
 
 The server puts an `AgentCall` into the inbox of the rollout that drives the episode. The rollout answers by calling `tell`. It
 sends `Accepted` first, then each token as it is drawn, and the complete turns after they are committed. If it cannot answer, it
@@ -22,23 +22,24 @@ Write = Callable[[bytes, bool], Awaitable[None]]
 ANNOTATIONS = "/v1/annotations"
 """The path to which an agent sends annotations of its episode."""
 TRAIN = "x-agentrl-train"
-"""The header with which an agent marks a request as a side call: its value is then 0."""
+"""The header that marks an agent's request as a side call if its value is 0."""
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 _DIGITS = re.compile(r"[0-9]{1,15}")
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardedRequest:
-    """A request as the endpoint sends it to the process that holds the episode. It is the same at each try.
+    """A request as the endpoint sends it to the process that holds the episode. If the endpoint sends the request again, all of
+    these values stay the same.
 
     Args:
         path: the path of the route.
         key: the API key.
-        request_id: 32 hexadecimal digits; the same for repetitions of one request by its client.
-        created: the time of arrival, in seconds since 1970.
+        request_id: 32 hexadecimal digits; the same for all repetitions of a request by its client.
+        created: the time when the request first arrived, in seconds since 1970.
         retry: the number of earlier tries that the client reports.
         body: the request's body.
-        side_call: True if the client marks the request as a side call, whose turn does not train.
+        side_call: True if the client marks the request as a side call. No update trains on the turn of a side call.
     """
 
     path: str
@@ -83,7 +84,7 @@ def is_side_call(headers: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The message that the request will be sampled or has a recorded response.
+    """The message that the request is accepted: its response will be sampled, or was recorded earlier.
 
     Args:
         prompt_ids: the token ids of the prompt, before the sampled turns.
@@ -99,7 +100,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The message that brings the next token of one choice."""
+    """The message with the next sampled token of one choice."""
 
     choice: int
     token: int

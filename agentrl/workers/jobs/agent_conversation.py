@@ -55,19 +55,21 @@ def choice_id(request_id: str, choice: int) -> str:
 
 
 def choices_of(request_id: str, steps: Mapping[str, int]) -> list[int]:
-    """Return the steps of all choices of a request. `steps` has the index of each step by the request id of its choice."""
+    """Return the indexes of the steps of all choices of a request. `steps` maps the request id of each choice (`choice_id`) to
+    the index of its step.
+    """
     names = (choice_id(request_id, choice) for choice in range(len(steps)))
     return [steps[name] for name in takewhile(lambda name: name in steps, names)]
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The step that a request continues. Without such a step, `step` is ROOT.
+    """The step that a request continues. If the request continues no step, `step` is ROOT.
 
     Args:
         step: the step's index.
         count: the number of the request's messages that the step's conversation contains.
-        equal: the number of delivered steps whose conversations have this same text; their tokens may differ.
+        equal: the number of delivered steps whose conversations have the same text as this step's; their tokens may differ.
     """
 
     step: int = ROOT
@@ -88,7 +90,7 @@ class History:
 
         Args:
             steps: the steps of the episode.
-            index: the index of the new step, which is the next one.
+            index: the index of the new step. Steps are added in the order of their indexes.
             tools, options: the tools and the template options of the request that the step answered.
         """
         step = steps[index]
@@ -153,8 +155,8 @@ class AgentTurn:
         draft: the prompt of the turn.
         draws: for each choice, its number among all samples of the same prompt, from 0.
         session: the engine's cache key for the turn's tokens.
-        noted: other values that the row stores with the request.
-        grammar: the grammar that limits the draws; empty without one.
+        noted: other values that are stored with the request in the rows of its steps.
+        grammar: the grammar that the sampled tokens must follow; empty if there is none.
 
     Attributes:
         waiting: the requests that wait for the turn.
@@ -239,8 +241,8 @@ class AgentTurn:
 
 @dataclass
 class Conversation:
-    """The requests of an episode: those in flight, those that the stored steps answered, and the latest receiver of each
-    response. The first `inherited` steps of a fork are its parent's.
+    """The requests of an episode: those in flight, those that the stored steps answered, and for each response the last request
+    that received it. The first `inherited` steps of a fork are its parent's.
     """
 
     attempt: int
@@ -262,7 +264,7 @@ class Conversation:
         Args:
             episode: the stored episode.
             attempt: the episode's attempt number.
-            requests: for the index of each step, the request that the step answered.
+            requests: the request that each step answered, by the index of the step.
         """
         conversation = cls(attempt, episode.inherited)
         for step in episode.steps:
@@ -298,7 +300,7 @@ class Conversation:
     def response(self, request_id: str) -> RecordedResponse | None:
         """Return the recorded response to the request of that id; None if there is no such response. Thread-safe.
 
-        A conversation with a prompt that its client wrote itself cannot be continued by messages, so it counts as unknown.
+        Also return None if the client sent the prompt as text or tokens: such a conversation cannot be continued by messages.
         """
         index = self._by_id.get(request_id)
         if index is None or CANCELLED in request_id:
@@ -319,7 +321,7 @@ class Conversation:
         Args:
             chat: the renderer of the policy's chat template.
             ask: the request.
-            max_tokens: the most tokens of the prompt.
+            max_tokens: the most tokens that the prompt may have.
 
         Raises:
             RequestError: the template cannot render the messages, or the messages are far too long.
@@ -407,7 +409,8 @@ class Conversation:
     def in_flight(self, call: AgentCall) -> AgentTurn | None:
         """Return the turn in flight whose request this one repeats; None if there is no such turn.
 
-        A client repeats a broken stream without `stream`, perhaps before the server knows that the stream is broken.
+        If a stream breaks, its client may send the request again without `stream`, perhaps before the server notices the break.
+        Such a request counts as a repetition too.
         """
         same = [turn for turn in self.open if turn.call.request_id == call.request_id]
         if not same:
@@ -428,10 +431,10 @@ class Conversation:
         return self.answers(self.requests[matches[-1]].id, call.ask.count) if matches else []
 
     def draws(self, call: AgentCall, prompt_hash: str) -> tuple[int, ...]:
-        """Return a number for each choice: the lowest numbers that no other sample of this prompt uses.
+        """Return the draw number of each choice: the lowest numbers that no other sample of this prompt uses.
 
-        If the request repeats a cancelled request, its choices first get the numbers of the cancelled request again, unless
-        another repetition has them already.
+        If the request repeats a cancelled request, its choices get the numbers of the cancelled request first, unless another
+        repetition already has these numbers.
         """
         stopped = [one for one in self.requests.values() if CANCELLED in one.id and self._is_again(one, call, delivered=False)]
         again = [one for one in self.requests.values() if CANCELLED not in one.id and one.body_hash == call.body_hash]
@@ -469,7 +472,7 @@ class Conversation:
 
 
 def completion_of(step: Step, request: StepRequest) -> Completion:
-    """Return the completion that a stored step was made of."""
+    """Return the completion from which a stored step was made."""
     top = tuple(tuple((int(token), float(logprob)) for token, logprob in place) for place in request.asked.get(TOP, ()))
     return Completion(step.sampled_ids, step.behavior_logprobs, step.finish_reason, step.seconds, top, step.guided)
 

@@ -4,19 +4,20 @@ If an agent is lost, the next attempt at its episode begins with a new agent. Th
 with their turns. As long as the new agent sends the same requests, it gets the recorded turns, and nothing is sampled. At the
 first request that the record does not have, sampling goes on.
 
-Two requests are the same if their messages, tools, template options and numbers of choices are equal. Text that the patterns of
-`agent.replay_ignore` match does not count, and neither do the differences that `agent_conversation` ignores. Equal requests
-get their turns in the order of their draws.
+Two requests are the same if their messages, tools, template options and numbers of choices are equal. The comparison ignores
+text that the patterns of `agent.replay_ignore` match, and the differences that `agent_conversation` ignores. If several
+recorded requests are equal, their turns are used in the order of their draws (`agent_conversation`).
 
 The steps of a recorded turn become steps of the new attempt, with the recorded messages and tokens. If the new agent's messages
 differ from the recorded ones in ignored text, its later requests are rewritten: they begin with the recorded messages. So the
-rows are those of an agent that was never lost.
+rows are the same as those of an agent that was never lost.
 
 An agent contradicts the record if it continues a recorded conversation with another request than the recorded one. Agents may
 send several requests at once, in any order. So a request only contradicts the record if the agent does not send the recorded
 request within `WAIT_SECONDS`.
 
-A fork of an agent's episode is answered in the same way, from the steps that it inherits. These are not written again.
+The agent of a fork is answered in the same way, from the steps that the fork inherits. The inherited steps are not written
+again.
 """
 
 import time
@@ -53,9 +54,9 @@ a contradiction.
 CLEAN_SECONDS = 2.0
 """The most seconds for which the patterns of ignored text may search one request."""
 LOAD_SECONDS = 10.0
-"""The most seconds for which they may search a record. Meanwhile the worker drives no other episode."""
+"""The most seconds for which the patterns may search a record. Meanwhile the worker drives no other episode."""
 SHOWN = 60
-"""The most characters of each of two different texts in the reason of a contradiction."""
+"""The most characters that the reason of a contradiction quotes from each of the two texts that differ."""
 REPLAYED = "replayed"
 """The key of `steps.asked` under which the id of the recorded request is stored, if a step was copied from the record."""
 SENT = "sent"
@@ -73,8 +74,8 @@ _ROOT = b""
 
 
 class Contradiction(Exception):
-    """The error for a request that contradicts the record. Its text is the reason. With `may_wait`, the recorded request may
-    still come.
+    """The error for a request that contradicts the record. The text of the error is the reason. If `may_wait` is True, the
+    agent may still send the recorded request, so the contradicting request waits for it.
     """
 
     def __init__(self, reason: str, may_wait: bool = True) -> None:
@@ -87,12 +88,12 @@ class RecordedTurn:
     """A request of the record, with the turn that answered it.
 
     Args:
-        request: the request, as the row of its first choice has it.
+        request: the request, as it is stored in the row of its first choice.
         messages: the messages of the request.
         prompt_ids: all input tokens.
         steps: the steps of its choices.
         position: the digest of the conversation that the request continues.
-        is_inherited: True if the steps belong to the parent of a fork, so they are not written again.
+        is_inherited: True if the steps belong to the parent of a fork. Such steps are not written again.
     """
 
     request: StepRequest
@@ -124,7 +125,9 @@ class RecordedTurn:
 
 @dataclass
 class Cleaner:
-    """Removes the text that does not count. `patterns` are those of the run."""
+    """Removes the text that is ignored when two requests are compared. `patterns` are the patterns of the run; the patterns for
+    every run are always used too.
+    """
 
     patterns: Sequence[str]
     _compiled: "list[regex.Pattern[str]]" = field(init=False)
@@ -135,7 +138,7 @@ class Cleaner:
         self._compiled = [regex.compile(pattern) for pattern in (*_RUN_DEPENDENT, *self.patterns)]
 
     def begin(self, seconds: float | None = None) -> None:
-        """Begin a search that may take so many seconds; None: that of one request."""
+        """Begin a search that may take `seconds`. If `seconds` is None, use the time limit for one request."""
         self._seconds = CLEAN_SECONDS if seconds is None else seconds
         self._until = time.monotonic() + self._seconds
 
@@ -173,7 +176,8 @@ class AgentReplay:
         Args:
             patterns: regular expressions of text that may differ between equal requests.
             conversation: the stored part of the current attempt.
-            inherited: the number of its first steps that a fork inherits. They are a part of the record.
+            inherited: the number of the conversation's first steps that were inherited by a fork. These steps are a part of the
+                record.
             earlier: the lost attempts, the oldest first.
 
         Raises:
@@ -230,7 +234,9 @@ class AgentReplay:
         return None
 
     def note_sent(self, ask: Ask, turn: RecordedTurn) -> dict[str, str]:
-        """Note that the request was answered with the recorded turn, and return the values that its row stores about this."""
+        """Note that the request was answered with the recorded turn. Return the values about the replay that are stored in
+        `steps.asked`.
+        """
         noted = {REPLAYED: turn.request.id}
         if _is_raw(ask.messages):
             return noted
@@ -242,7 +248,7 @@ class AgentReplay:
         return noted
 
     def rewritten(self, ask: Ask) -> Ask:
-        """Return the request with recorded messages in place of its first ones, if a recorded turn answered these."""
+        """Return the request. If a recorded turn answered its first messages, put the recorded messages in their place."""
         if not self._sent or _is_raw(ask.messages):
             return ask
         for count, digest in reversed(list(enumerate(_line(ask)))):

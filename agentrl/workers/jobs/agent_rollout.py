@@ -119,7 +119,7 @@ class AgentRollout:
     Args:
         max_context: the most tokens of one training row.
         server: the server that receives the agents' requests.
-        served: the object that starts the agents; None for the agents workers.
+        served: the object that starts the agents; None if agents workers start them.
     """
 
     db: Database
@@ -189,7 +189,9 @@ class AgentRollout:
             call.tell(AttemptGone())
 
     def start(self) -> None:
-        """Start to serve every episode after its last stored step, and start an agent for each episode that has no agent."""
+        """Start to serve every episode, continuing after its last stored step. Start an agent for each episode that has no
+        agent.
+        """
         numbers = list(self.recorder.episodes)
         attempts = agent_holds.current_attempts(self.db, self.work.fence.group)
         requests = agent_steps.load_requests(self.db, numbers)
@@ -645,7 +647,7 @@ class AgentSampling:
             message = f"The engine {self.engine.name!r} does not support top_logprobs."
             raise RequestError(400, message, code="unsupported_parameter", param="top_logprobs")
         if (ask.logprobs or ask.token_ids) and not self.engine.logprobs:
-            message = f"The engine {self.engine.name!r} knows no token ids and no logprobs of its turns."
+            message = f"The engine {self.engine.name!r} returns no token ids and no logprobs of its turns."
             raise RequestError(400, message, "unsupported_parameter", "logprobs" if ask.logprobs else "return_token_ids")
         if ask.stop and "stop" not in self.engine.options:
             message = f"The engine {self.engine.name!r} does not support stop strings."
@@ -656,7 +658,7 @@ class AgentSampling:
             raise RequestError(400, error.message, code="unsupported_parameter") from error
 
     def constrain(self, ask: Ask, chat: Chat) -> Ask:
-        """See `AgentRollout.constrain`."""
+        """Return the request with the constraint that will be enforced. See `AgentRollout.constrain`."""
         constraint = ask.constraint
         if not constraint:
             return self._without_refused(ask)
@@ -677,9 +679,9 @@ class AgentSampling:
 
     def _find_obstacle(self, constraint: Constraint, tools: Sequence[Schema], chat: Chat) -> str:
         if constraint.needs_grammar and not self.engine.grammars:
-            return f"the engine {self.engine.name!r} takes no grammars"
+            return f"the engine {self.engine.name!r} does not support grammars"
         if constraint.one_call and not constraint.needs_grammar and "stop" not in self.engine.options:
-            return f"the engine {self.engine.name!r} takes no stop strings"
+            return f"the engine {self.engine.name!r} does not support stop strings"
         return grammar.find_obstacle(constraint, tools, chat)
 
     def _without_refused(self, ask: Ask) -> Ask:
@@ -690,8 +692,8 @@ class AgentSampling:
         return ask
 
     def draws(self, conversation: Conversation, call: AgentCall, draft: Draft) -> Sequence[int]:
-        """Return the number of each choice among the samples of the same prompt. If a served client sent a seed, the numbers
-        start at 0.
+        """Return the draw number of each choice: its number among the samples of the same prompt. If a served client sent a
+        seed, the numbers start at 0.
         """
         if self.is_clients and "seed" in call.ask.asked:
             return tuple(range(call.ask.count))
@@ -760,8 +762,8 @@ class AgentRecords:
         return step_records
 
     def most_tokens(self, turn: AgentTurn) -> int:
-        """Return the most tokens that the turn may have: the smallest of the run's limit, the rest of the context and the
-        client's limit.
+        """Return the most tokens that the turn may have. This is the smallest of the run's limit, the client's limit, and the
+        number of tokens that the context still has room for.
         """
         limit = min(self.max_context - len(turn.draft.context), self.limits.max_new_tokens)
         return limit if turn.ask.max_tokens is None else min(limit, turn.ask.max_tokens)

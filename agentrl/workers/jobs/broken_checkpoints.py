@@ -28,7 +28,7 @@ def report_broken(run_id: int, policy: PolicyRef, part: checkpoints.Part) -> int
 
     Returns:
         The id of the iteration whose train job rebuilds the checkpoint. None if the checkpoint is intact, if this host cannot
-            see it, or if its run does not train.
+            read it, or if its run does not train.
     """
     try:
         fault = checkpoints.find_fault(policy.path, policy.sha256, part) if policy.path else ""
@@ -54,7 +54,7 @@ def check_same_update(work: IterationWork, experiment: Experiment, rebuild: Rebu
     step, or its episodes or advantages differ from the recorded ones because code or rewards have changed.
     """
     if update.skipped:
-        raise beyond_repair_error(work, rebuild, f"its update now makes no update: {update.skipped}")
+        raise beyond_repair_error(work, rebuild, f"the repeated update makes no optimizer step: {update.skipped}")
     if not credits_alike(experiment.config.algorithm, update.advantages, rebuild.advantages):
         raise beyond_repair_error(
             work, rebuild, "its update cannot be repeated: the recomputed advantages differ from the recorded ones"
@@ -62,7 +62,7 @@ def check_same_update(work: IterationWork, experiment: Experiment, rebuild: Rebu
 
 
 def beyond_repair_error(work: IterationWork, rebuild: Rebuild, reason: str) -> CheckpointError:
-    """Return the error for a broken checkpoint that cannot be rebuilt. It names the last intact version."""
+    """Return the error for a broken checkpoint that cannot be rebuilt. The error's message names the last intact version."""
     broken = rebuild.broken.version
     versions = repair.list_versions_before(database(), work.run_id, broken)
     whole = next((version for version, path, sha256 in versions if not path or not checkpoints.find_fault(path, sha256)), None)

@@ -2,8 +2,8 @@
 the result.
 
 - *Generate*: sample a turn, commit it, then send its calls.
-- *CallTools*: wait for the calls and commit their results. The policy then reads them.
-- *Finish*: ask the judges by calls too, then end the episode with its reward.
+- *CallTools*: wait for the calls and commit their results. The policy then reads the results.
+- *Finish*: send the questions to the judges as calls too, then end the episode with its reward.
 
 `EpisodeRecorder` writes the commits, and `PendingCalls` waits for the calls. The loop itself holds only the turns that are
 being sampled.
@@ -74,7 +74,7 @@ class GroupRollout:
             turn.cancel()
 
     def start(self) -> None:
-        """Start every episode after its last stored step."""
+        """Start every episode, continuing after its last stored step."""
         self.recorder.begin()
         self._advance(list(self.recorder.episodes))
 

@@ -27,14 +27,14 @@ from agentrl.workflow.trajectory import Episode, Step, StepRecord, StopReason, T
 
 @dataclass
 class EpisodeRecorder:
-    """The unfinished episodes of a claimed group, in the state of their rows, and the commits that change them.
+    """The unfinished episodes of a claimed group, as their rows describe them, and the commits that change these rows.
 
     Args:
         on_end: called with each episode that ends.
         iteration_ready: the id of the iteration that became complete when this group ended; None if no iteration did.
-        own_rewards: the rewards that external agents returned, by episode. These and emitted rewards have weight if the run has
-            no other rewards, or if `counts_own`.
-        of_agents: whether external agents decide the turns.
+        own_rewards: the rewards that external agents returned, by episode. These rewards, and the rewards that tools emit, have
+            weight 1 if the run has no other rewards or `counts_own` is True; otherwise they have weight 0.
+        of_agents: True if external agents decide the turns.
         agent_errors: the (error class, error) of each episode's agent; both are empty if the agent did not fail.
     """
 
@@ -68,7 +68,7 @@ class EpisodeRecorder:
             self._call_hooks("on_rollout_start", episode)
 
     def begin_with_agents(self) -> None:
-        """Resume every episode without restarting it: its agent is another process and may still be working."""
+        """Resume every episode, and restart none: the agent of an episode is another process and may still be working."""
         for episode in list(self.episodes.values()):
             self._call_hooks("on_rollout_start", episode)
 
@@ -112,7 +112,9 @@ class EpisodeRecorder:
         self._change_step(number, replace(self.episodes[number].steps[index], delivered=delivered))
 
     def commit_results(self, answered: Mapping[int, tuple[ToolResult, ...]]) -> list[int]:
-        """Commit results of calls (T2), and end the episodes whose judges have answered. Return the other episodes' ids."""
+        """Commit results of calls (T2), and end the episodes whose judges have answered. Return the ids of the episodes in
+        `answered` that have not ended.
+        """
         judged = answered.keys() & self._judged.keys()
         self.finish([self._score(*self._judged[episode], answered[episode]) for episode in sorted(judged)])
         going_on = [episode for episode in answered if episode not in judged]

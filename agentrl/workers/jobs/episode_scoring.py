@@ -27,7 +27,8 @@ def scored_outcome(
 
     Args:
         judge_results: the results of the questions to the judges, by judge.
-        own, own_weight: the rewards from the episode's agent and its tools, by name, and the weight of each.
+        own, own_weight: the rewards that the episode's agent and its tools gave, by name, and the weight of each of these
+            rewards.
     """
     try:
         parts = score_episode(env, ended, work.weights, verdicts(judges, judge_results, optional_rewards(env, work.weights)))

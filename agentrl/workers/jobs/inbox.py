@@ -24,7 +24,7 @@ class InboxEvent:
         reason: why a worker could not run `call`; empty if the call was answered.
         request: a request of an external agent that arrived, or whose client disconnected.
         turn: the turn of an external agent that `completion` finishes.
-        woken: whether the row of the episode's agent may have changed.
+        woken: True if the row of the episode's agent may have changed.
     """
 
     group: int
@@ -43,14 +43,14 @@ POLL_SECONDS = 2.0
 """The time between two reads of the rows of waiting episodes, in seconds."""
 
 GATHER_SECONDS = 0.001
-"""The wait for further turns that end in the same decoding step, in seconds. They are then committed together. There is no such
-wait after an answered call.
+"""The wait for further turns that end in the same decoding step, in seconds. The turns are then committed together. After an
+answered call, there is no such wait.
 """
 
 
 def take_events(inbox: Inbox, gathers: bool = True) -> list[InboxEvent]:
-    """Wait for an event for up to `POLL_SECONDS`, then return all events of the inbox. `gathers` says whether other turns may
-    end in the same decoding step. If so, wait another `GATHER_SECONDS` after a sampled turn.
+    """Wait for an event for up to `POLL_SECONDS`, then return all events of the inbox. If `gathers` is True, other turns may
+    end in the same decoding step: after a sampled turn, wait another `GATHER_SECONDS`.
     """
     events: list[InboxEvent] = []
     try:

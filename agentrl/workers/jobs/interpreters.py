@@ -1,10 +1,10 @@
 """The interpreters of this tools worker: one for each episode that uses a tool with a session.
 
-A call must run in the worker that has its episode's session. Each tools worker reads the queue `tools` and a second queue of
-its own. If a call belongs to another worker's session, the worker forwards the call to that worker's queue. If no worker has
-the session, a worker rebuilds it by running the episode's cells again, in order. So a session survives long pauses and the end
-of its worker or sandbox. The cells of one turn run in order even if their messages arrive in another order: a worker that
-receives a cell first runs the cells before it.
+A call must run in the worker that has its episode's session. Each tools worker reads the queue `tools` and a second queue that
+no other worker reads. If a call belongs to another worker's session, the worker forwards the call to that worker's queue. If no
+worker has the session, a worker rebuilds it by running the episode's cells again, in order. So a session survives long pauses
+and the end of its worker or sandbox. The cells of one turn run in order even if their messages arrive in another order: a
+worker that receives a cell first runs the cells before it.
 """
 
 import threading
@@ -82,7 +82,8 @@ class Sessions:
         The call then has no result.
 
         Returns:
-            The queue of the worker that has the session. If it is another worker's queue, nothing was run here.
+            The queue of the worker that has the session. If this is the queue of another worker, the call was not run here, and
+                the caller must forward it.
         """
         ended: set[int] = set()
         with self._hold(key) as live:
@@ -235,7 +236,9 @@ class Sessions:
             log.warning("sessions could not be released; other workers wait for this worker's leases to end: %s", error)
 
     def renew_and_clean(self) -> None:
-        """Renew the leases. Close interpreters that are idle for long, no longer ours, or whose episode is over."""
+        """Renew the leases. Close each interpreter that was idle for long, whose lease another worker holds, or whose episode
+        is over.
+        """
         with self._lock:
             there = set(self._lives)
         held = tool_sessions.keep(self._db, self.owner, self._lease)

@@ -1,8 +1,8 @@
 """The model of a worker process: one base at a time, loaded at first use, kept between jobs, and shared by sampler and trainer.
 
-A job that needs another base waits until no job uses the loaded one. Jobs that arrive later wait behind it, even if they need
-the loaded base. So two runs take turns. When a base has been loaded, all jobs that wait for this base start. A folder whose
-files were replaced (`agentrl sft --force`) is another base.
+A job that needs another base waits until no job uses the loaded one. Jobs that arrive later wait behind that job, even if they
+need the loaded base. So two runs with different bases take turns. When a base has been loaded, all jobs that wait for this base
+start. A folder whose files were replaced (`agentrl sft --force`) is another base.
 """
 
 import threading
@@ -29,7 +29,9 @@ log = getLogger("agentrl.models")
 
 @dataclass
 class LoadedModel:
-    """A loaded base with its engine and its trainer. The trainable weights of the base have the trainer's state."""
+    """A loaded base with its engine and its trainer. The base's trainable weights have the values that are in the trainer's
+    state.
+    """
 
     policy: Policy
     backend: Backend
@@ -58,7 +60,9 @@ class LoadedModel:
             self._engine.release()
 
     def count_turns(self) -> dict[str, int]:
-        """Return the engine's numbers of turns (`RollingEngine.counts`); empty if the engine does not count turns."""
+        """Return how many turns the engine samples and how many wait (`RollingEngine.counts`); empty if the engine does not
+        count turns.
+        """
         counts = getattr(self._engine, "counts", None)
         return counts() if counts is not None else {}
 
@@ -87,7 +91,7 @@ class Models:
         """Load the base for the experiment if necessary, and yield it with its engine. Several jobs may use the base at once.
         Raise ModelError if the base cannot be loaded. Raise ConfigError if the experiment's engine does not exist.
 
-        With `weights`, the weights are loaded now. Otherwise, they are loaded at their first use in this process.
+        If `weights` is True, the weights are loaded now. Otherwise, they are loaded at their first use in this process.
         """
         with self._changed:
             loaded = self._enter(_loading_key(experiment.config, base), experiment, base, weights)

@@ -23,28 +23,29 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import Fence
 
 RESEND_SECONDS = 30.0
-"""The longest time, in seconds, after which an agent that no worker has started is sent again. If a lease is shorter, the agent
-is sent again after a lease. While an agents worker is busy, the agent may be waiting in its queue: then the time is ten
-times this number.
+"""The time, in seconds, after which an agent that no worker has started is sent again. If a lease is shorter, the agent is sent
+again after a lease. While an agents worker is busy, the agent may be waiting in its queue, so the time is ten times as long.
 """
 
 RESENDS = 5
-"""The most times that unstarted agents are sent again. After that, no worker seems to run agents, and the group is released."""
+"""The most times that unstarted agents are sent again. After that, it is assumed that no worker runs agents, and the group is
+released.
+"""
 
 _AGENTS_WORKER_HINT = "Is an agents worker running? Start one: agentrl worker agents"
 
 
 class Agents(Protocol):
-    """The interface of objects that run the agents of a group's episodes."""
+    """The interface of the objects through which a rollout starts the agents of a group's episodes and reads their states."""
 
     def give(self, episodes: Sequence[int]) -> None:
-        """See `Agents.give`."""
+        """Make the current attempts of these episodes ready for their agents. An agent that already runs continues."""
 
     def load(self, episodes: Collection[int] | None = None) -> dict[int, AgentState]:
-        """Return the state of the agent of each of these episodes; None for all episodes of the group."""
+        """Return the state of each episode's agent, by episode. `episodes` is None for all episodes of the group."""
 
     def send_overdue(self, states: Collection[AgentState]) -> None:
-        """Send the agents again that were sent long ago and that no worker has started."""
+        """Act on agents that have waited for long and that no worker has started: send them again, or report the wait."""
 
     def forget(self) -> None:
         """Stop waiting for agents."""
@@ -144,7 +145,7 @@ class PolledAgents:
         return agent_holds.load_agents(self.db, self.fence.group, settings().lease_seconds, episodes)
 
     def send_overdue(self, states: Collection[AgentState]) -> None:
-        """Report that the run waits, if no attempt of the group is at work for a lease."""
+        """Report that the run waits, if no agent has worked on the group for the length of a lease."""
         if not states or any(state.status != "pending" for state in states):
             self._moved = time.monotonic()
         if time.monotonic() - self._moved > min(RESEND_SECONDS, settings().lease_seconds):

@@ -25,8 +25,8 @@ shorter, the lease is added instead. If a call runs twice, its first result is u
 """
 
 RESENDS = 5
-"""The most resends of a call without a reply to any call. After that, no worker seems to serve the tools, and the group's
-attempt fails instead of waiting forever.
+"""The most resends of a call without a reply to any call. After that, it is assumed that no worker serves the tools, and the
+group's attempt fails instead of waiting forever.
 """
 
 MAX_SENDINGS = 50
@@ -66,7 +66,7 @@ class _EpisodeCalls:
 
     @property
     def fate(self) -> str:
-        """The state of the calls, as part of a message."""
+        """The state of the calls, as a part of an error message."""
         times = "once" if self.sendings == 1 else f"{self.sendings} times"
         return f"were sent {times} without an answer."
 

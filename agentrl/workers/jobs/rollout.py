@@ -51,8 +51,8 @@ Driver: TypeAlias = "GroupRollout | AgentRollout"
 def rollout(groups: list[int]) -> int:
     """Roll out the groups; return their number if all are finished.
 
-    A group that a live worker holds is left to that worker. If a group is not finished at the end, the message is acknowledged,
-    and the chord does not count it.
+    A group that a live worker holds is left to that worker. If a group is not finished at the end, the job's message is
+    acknowledged, but the job does not count as a result for its chord.
     """
     groups = [row_id(group) for group in groups]
     batches = _group_by_run(_claim_groups(groups))
@@ -146,7 +146,7 @@ def _check_code(work: GroupWork, experiment: Experiment) -> None:
         return
     if _scoring_hash(experiment, anew=True) == work.code_hash:
         message = f"A file of the rewards of {work.run} has changed since the running workers read it."
-        raise ConfigError(message, "Restart them: agentrl down")
+        raise ConfigError(message, "Restart the workers: agentrl down")
     store.note_code(database(), work.run_id, held)
 
 

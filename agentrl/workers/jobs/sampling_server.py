@@ -59,10 +59,10 @@ MAX_ANNOTATIONS = 1024 * 1024
 SMALL_BODY = 32 * 1024
 """The largest body that is parsed in the server's own thread, in bytes. Larger bodies are parsed in another thread."""
 _RESPONSE = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)([0-9a-f]{32})")
-"""The ids of responses, one form for each dialect, with the request id."""
+"""The form of response ids, one for each dialect. Each response id contains the request id."""
 _UNPRINTABLE = re.compile(rb"[^ -~]")
 MAX_HEADER_BYTES = 1000
-"""The most bytes of the header that names the fields without effect."""
+"""The most bytes of the header that lists the request's fields without effect."""
 
 
 class EpisodeServer(Protocol):
@@ -95,7 +95,8 @@ class EpisodeServer(Protocol):
 
 @dataclass(eq=False)
 class SamplingServer:
-    """The answers to the requests for the episodes of this worker: over HTTP by `application`, in this process by `answer`.
+    """The server that answers the requests for the episodes of this worker: over HTTP by `application`, in this process by
+    `answer`.
 
     Attributes:
         address: the `host:port` at which the server listens; in a process that only calls `answer`, any text.
@@ -108,11 +109,11 @@ class SamplingServer:
     _keys: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def hold(self, episode: int, attempt: int, holder: EpisodeServer) -> None:
-        """Send requests for this attempt at the episode to the holder."""
+        """From now on, pass the requests for this attempt at the episode to `holder`."""
         self._held[episode] = (attempt, holder)
 
     def drop(self, episode: int, holder: EpisodeServer) -> None:
-        """Stop sending the episode's requests to the holder."""
+        """Stop passing the episode's requests to `holder`."""
         if self._held.get(episode, (0, None))[1] is holder:
             del self._held[episode]
 
@@ -153,7 +154,8 @@ class SamplingServer:
         await call.unless_gone(self.answer(request, call.begin, call.write))
 
     async def answer(self, request: ForwardedRequest, begin: Begin, write: Write) -> None:
-        """Answer a request. If this is cancelled, because the client disconnected, the request's turn is not sampled further.
+        """Answer a request. If this coroutine is cancelled because the client disconnected, the request's turn is not sampled
+        further.
 
         Args:
             request: the request.
@@ -236,13 +238,13 @@ def _read_annotations(body: bytes, step_of: Callable[[str, int], int | None]) ->
             raise ValueError("rewards must be a list")
         return read_annotations([_reward_annotation(reward, step_of) for reward in tree["rewards"][: MAX_AT_ONCE + 1]])
     except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"No annotations: {str(error)[:500]}.", code="invalid_annotation") from None
+        raise RequestError(400, f"Invalid annotations: {str(error)[:500]}.", code="invalid_annotation") from None
 
 
 def _reward_annotation(reward: Any, step_of: Callable[[str, int], int | None]) -> dict[str, Any]:
     """Return the annotation of a reward of an earlier response, as decoded JSON."""
     if not isinstance(reward, dict) or not {"response", "value"} <= reward.keys() <= {"response", "value", "name", "choice"}:
-        raise ValueError("a reward is an object with response, value, and optionally name and choice")
+        raise ValueError("a reward must be an object with response and value, and optionally name and choice")
     match = _RESPONSE.fullmatch(reward["response"]) if isinstance(reward["response"], str) else None
     choice = reward.get("choice", 0)
     step = step_of(match[1], choice) if match and type(choice) is int and 0 <= choice < MAX_CHOICES else None

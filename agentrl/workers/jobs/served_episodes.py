@@ -89,7 +89,7 @@ class ServedEpisodes:
         experiment: the run's config with its plug-ins.
         policy: the policy that samples.
         server: the server that receives the forwarded requests.
-        forgets: whether episodes are deleted when they end.
+        forgets: True if episodes are deleted when they end.
     """
 
     db: Database
@@ -99,8 +99,8 @@ class ServedEpisodes:
     server: SamplingServer
     forgets: bool = False
     lost: threading.Event = field(default_factory=threading.Event)
-    """The event that is set when this process must stop serving: the run is over, for example by `agentrl cancel`, or the
-    device is lost.
+    """The event that is set when this process must stop serving, because the run is over (for example by `agentrl cancel`) or
+    the device is lost.
     """
     failure: DeviceLost | None = None
     """The device error because of which this process cannot sample and must end; None before."""
@@ -111,7 +111,9 @@ class ServedEpisodes:
     _rollouts: dict[int, AgentRollout] = field(default_factory=dict)
     _opened: dict[int, ServedEpisode] = field(default_factory=dict)
     _ending: dict[int, AgentEnd] = field(default_factory=dict)
-    """The end that each client gave to its open episode, kept until all rows of the end are written."""
+    """How each client ended its open episode (answer and rewards), by episode. An entry is kept until all rows of the end are
+    written.
+    """
     _ended: dict[int, Future[None]] = field(default_factory=dict)
     _lost_groups: set[Fence] = field(default_factory=set)
     _lost_runs: Set[int] = frozenset()

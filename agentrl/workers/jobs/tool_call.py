@@ -2,10 +2,11 @@
 are such calls too.
 
 - An error that a tool raises for the model's mistake is the call's result.
-- Any other error of the tool is the tool's fault. The model receives it as such, and it is counted.
-- If the system failed the tool, the call stays without a result. It is sent again, and in the end its group's attempt fails.
-- If this process lacks something that the tool needs, it tells the rollout worker at once, which continues to wait. No model
-    output can cause that.
+- Any other error counts as the tool's own fault. The model is told so, and the error is counted.
+- If the system failed, not the tool, the call stays without a result and is sent again. After too many sends, its group's
+    attempt fails.
+- If this process lacks something that the tool needs, the process tells the rollout worker at once, and the rollout worker
+    continues to wait. No output of the model can cause this case.
 - If a call must not run twice, its start is committed before it runs.
 """
 
@@ -59,7 +60,7 @@ GRACE_SECONDS = 5.0
 not run twice is lost.
 """
 LOOKS_PER_LIMIT = 8
-"""The number of reads of the clock within a call's time limit."""
+"""How often the clock is read within the time limit of a call."""
 
 _running: set[int] = set()
 _running_lock = threading.Lock()
@@ -187,8 +188,8 @@ def _wait_for_answer(answer: "Future[ToolResult]", tool: Tool, patience: Patienc
 def run_cell(tool: CodeTool, notebook: Notebook, arguments: Mapping[str, Any]) -> ToolResult:
     """Run the notebook's next cell with a tool that has a session. An error of the tool becomes its result.
 
-    The time limit is only in the sandbox. With another limit here, a cell could still be running when the next one starts.
-    Raise InfraError if the system failed the tool.
+    Only the sandbox enforces the time limit. If another limit ended the wait here, the cell could still be running when the
+    next cell starts. Raise InfraError if the system failed the tool.
     """
     patience = Patience()
     try:

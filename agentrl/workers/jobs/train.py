@@ -1,8 +1,8 @@
 """The `train` job: claim a complete iteration, update the policy with its episodes, write the checkpoint, and commit everything
 in one transaction.
 
-The checkpoint's folder is complete before the commit, and has no meaning without the commit. The trainer reuses the state in
-memory only if it is exactly the published checkpoint. Otherwise, it loads that checkpoint first.
+The checkpoint's folder is complete before the commit. Without the commit, no job uses the folder. The trainer reuses the state
+in memory only if it is exactly the published checkpoint. Otherwise, it loads that checkpoint first.
 """
 
 import threading
@@ -51,7 +51,8 @@ log = getLogger("agentrl.train")
 def train(iteration: int) -> None:
     """Claim the iteration and train on it. Do nothing if the iteration is not ready, is done, or is held by another trainer.
 
-    If too few of its groups have variance, send the groups that were added instead.
+    If too few of the iteration's groups have reward variance, do not train. Instead, send rollout jobs for the groups that were
+    added to the iteration.
     """
     work = train_claims.claim_iteration(database(), row_id(iteration), claim_name(), settings().lease_seconds)
     if work is None:

@@ -1,7 +1,7 @@
 """The actions of a page that was started with `--actions`. Each action runs a command of agentrl in a separate process. Only
 one action of each kind runs at a time.
 
-The page sends numbers and texts, never a command. This module builds the command line. It uses the same commands that the page
+The page sends numbers and texts, never a command. This module builds the command line from them: the same command that the page
 shows for copying.
 """
 
@@ -43,8 +43,8 @@ Word = Annotated[str, Field(max_length=20_000)]
 
 
 class Action(BaseModel):
-    """The parameters of an action. Tags and notes use `run`, and `text` is the tag or note. The other kinds use `episode`.
-    `step` is the first step that `fork` samples again; None: the last one.
+    """The parameters of an action. The kinds `tag`, `untag` and `note` use `run` and `text`, the text of the tag or note. The
+    other kinds use `episode`. `step` is the first step that `fork` samples again; None for the last step.
     """
 
     run: Annotated[int, Field(ge=1, lt=2**63)] | None = None
@@ -58,7 +58,9 @@ class Action(BaseModel):
 
 
 class Done(BaseModel):
-    """The result of a command. `output` is the end of what it printed; `timed_out`: it was killed after its time limit."""
+    """The result of a command. `output` is the end of the text that the command printed. `timed_out` is true if the command was
+    killed after its time limit.
+    """
 
     command: str
     exit_code: int
@@ -77,7 +79,7 @@ async def act(kind: Kind, action: Action, store: Store, request: Request) -> Res
     if not hasattr(state, "acting"):
         state.acting = set()
     if kind in state.acting:
-        raise StateError(f"A {kind} is running already.", "Wait until it has ended.")
+        raise StateError(f"Another action {kind!r} is still running.", "Wait until it has ended.")
     state.acting.add(kind)
     try:
         return answer(await _run(args, _environment(store), SECONDS[kind], state.is_ending))
@@ -91,7 +93,7 @@ def make_words(store: ReadOnlyStore, kind: str, action: Action) -> list[str]:
     """
     if kind in ("tag", "untag", "note"):
         if action.run is None or not action.text.strip():
-            raise ConfigError(f"A {kind} needs a run and a text.", "Send `run` and `text`.")
+            raise ConfigError(f"The action {kind!r} needs a run and a text.", "Send `run` and `text`.")
         number, content = action.run, storable(action.text)
         run = store.ask(lambda tx: run_name(tx, number))  # a command takes a number for a name first
         return ["tag", f"--remove={content}", "--", run] if kind == "untag" else [kind, "--", run, content]
@@ -104,7 +106,9 @@ def make_words(store: ReadOnlyStore, kind: str, action: Action) -> list[str]:
         )
     if kind == "rescore":
         if not action.reward:
-            raise ConfigError("Which reward?", f"Type it: agentrl rescore {shlex.quote(command_args[1])} --reward NAME")
+            raise ConfigError(
+                "This action needs a reward.", f"Type it: agentrl rescore {shlex.quote(command_args[1])} --reward NAME"
+            )
         return [*command_args[:2], *(f"--reward={storable(reward)}" for reward in action.reward[:20])]
     return command_args
 
@@ -113,7 +117,7 @@ def _shown_command(store: ReadOnlyStore, kind: str, action: Action) -> list[str]
     """Return the arguments of the command that the page shows for the episode, without `agentrl` itself."""
     episode = action.episode
     if episode is None:
-        raise ConfigError(f"To {kind} needs an episode.", "Send `episode`, its number.")
+        raise ConfigError(f"The action {kind!r} needs an episode.", "Send `episode`, the number of the episode.")
     commands = store.ask(lambda tx: load_episode_answer(tx, episode, 0, 1))["commands"]
     line = commands.get(kind)
     if line is None:

@@ -21,7 +21,7 @@ _STATUS: tuple[tuple[type[AgentRLError], int], ...] = (
 
 
 def answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return a JSON response. Times become ISO 8601 texts, NaN and infinity null, integers above EXACT texts."""
+    """Return a JSON response. Times become ISO 8601 texts, NaN and infinity become null, integers above EXACT become texts."""
     body = json.dumps(plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
     return Response(body, status, media_type="application/json", headers=dict(headers or {}))
 

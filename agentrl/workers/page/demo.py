@@ -19,7 +19,9 @@ MODEL = "tiny-arithmetic"
 
 
 def open_demo() -> Settings:
-    """Return settings of a temporary, upgraded copy of the demo's store. Raise NotFoundError without a demo."""
+    """Return settings of a temporary, upgraded copy of the demo's store. Raise NotFoundError if the installation contains no
+    demo.
+    """
     from agentrl.workflow.store.migrate import open_database
 
     if not (DATA / PACKED).is_file():

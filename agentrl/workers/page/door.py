@@ -28,7 +28,7 @@ MAX_BODY_BYTES = 100_000
 """The largest body of a request, in bytes. A body is an SQL query or the parameters of an action."""
 BODY_SECONDS = 10.0
 OWN_HEADER = b"x-agentrl"
-"""The header that only the page itself can send. Requests that do more than read need it."""
+"""The header that only the page itself can send. Requests that do more than read need this header."""
 ACTIONS = "/api/actions/"
 PRINTED = "Open the link that `agentrl ui` printed; it ends in ?token=..."
 POLICY = (
@@ -53,11 +53,11 @@ class Rules:
     Args:
         names: the valid host names, without a port, in lower case.
         port: the port of the page.
-        addresses: whether any IP address is a valid host name too. This is the case if the page listens for other machines.
+        addresses: True if any IP address is a valid host name too. This is so if other machines can reach the page.
         token: the token that every request needs; empty if no token is needed.
         action_token: the token that actions need; empty if actions are off.
-        once: a token that is valid for one request only. It is used on the command line of the user's browser, which other
-            users can read.
+        once: a token that is valid for one request only. It is passed on the command line that starts the user's browser, where
+            other users can read it.
     """
 
     names: frozenset[str]

@@ -1,5 +1,5 @@
-"""Exports a run as one HTML file. It sends the requests that the page would send to the service in this process. It records the
-responses until the file has its maximum size.
+"""Exports a run as one HTML file. The export sends the requests that the page would send to a service in this process, and
+records the responses until the file has its maximum size.
 """
 
 import asyncio
@@ -24,14 +24,16 @@ from agentrl.workflow.errors import ConfigError, ConflictError, NotFoundError, S
 from agentrl.workflow.store.reads import run_rows, task_rows
 
 TOKENS = 4096
-"""The number of tokens in one request. It is the same as on the page, which otherwise would not find the recorded responses."""
+"""The number of tokens in one request. It must be the number that the page uses; otherwise the page would not find the recorded
+responses.
+"""
 TRIES, AGAIN_SECONDS = 10, 0.5
-"""The most requests to a busy store, and the pause between two of them, in seconds."""
+"""How often a request to a busy store is sent, at most, and the pause between two tries, in seconds."""
 MISSES = 20
-"""The number of parts in a row that do not fit, after which the file is regarded as full."""
+"""If this many parts, one directly after the other, do not fit into the file, the file is regarded as full."""
 ITERATIONS_SHARE, TASKS_SHARE = 0.4, 0.5
-"""Two shares of the free space: the share up to which iterations are recorded, and the share up to which tasks are recorded
-after these. The rest is for groups and episodes.
+"""Two shares of the free space. Iterations are recorded until the first share is used, then tasks until the second share is
+used. The rest is for groups and episodes.
 """
 SILENCE_SECONDS = 5.0
 """The shortest time between two progress messages, in seconds."""
@@ -49,7 +51,7 @@ class _Recording:
 
     Attributes:
         limit: the most bytes that all responses may have at present.
-        progress: called every few seconds with a line of text.
+        progress: called every few seconds with a sentence about the progress.
         size: the number of bytes of the recorded responses.
         answers: the recorded responses by path.
     """
@@ -77,7 +79,9 @@ class _Recording:
         return json.loads(body)
 
     async def whole(self, work: Callable[[], Awaitable[None]]) -> bool:
-        """Run `work`, which records several responses."""
+        """Run `work`, which records several responses. If one of them does not fit or does not exist, remove those that `work`
+        has recorded, and return False.
+        """
         before = len(self.answers), self.size
         try:
             await work()
@@ -89,7 +93,9 @@ class _Recording:
         return True
 
     async def many(self, works: Iterable[Callable[[], Awaitable[None]]]) -> None:
-        """Call `whole` for each of the `works`. Stop if MISSES in a row did not fit into the file."""
+        """Call `whole` with each function in `works`. Stop after MISSES successive functions whose responses did not fit into
+        the file.
+        """
         missed = 0
         for work in works:
             missed = 0 if await self.whole(work) else missed + 1
@@ -103,7 +109,7 @@ class _Recording:
                 break
             await asyncio.sleep(AGAIN_SECONDS * (tried + 1 < TRIES))
         if answered.status_code == 503:
-            raise Busy("The store cannot be read now.", "Try again.")
+            raise Busy("The store is busy and cannot be read now.", "Try again later.")
         if answered.status_code != 200:
             raise _NotTaken(path)
         return bytes(answered.content)
@@ -123,7 +129,7 @@ def write_export(
     Args:
         episodes: the ids of episodes that must be included.
         limit_bytes: the largest size of the file, in bytes.
-        progress: called every few seconds with a line of text.
+        progress: called every few seconds with a sentence about the progress.
 
     Raises:
         NotFoundError: the run or an episode does not exist.

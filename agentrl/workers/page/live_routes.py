@@ -1,7 +1,8 @@
-"""Live updates as server-sent events. Each watched run is read once per interval, and all of its clients get the result.
+"""Live updates as server-sent events. Each watched run is read once per interval, and all clients that watch this run get the
+result.
 
-The id of an event has the number of finished iterations, and a hash of all other contents (`mark`). A browser that reconnects
-sends the id, and receives the changes since that event.
+The id of an event contains the number of finished iterations and a hash of all other contents (`mark`). A browser that
+reconnects sends the id, and receives the changes since that event.
 """
 
 import asyncio
@@ -26,8 +27,8 @@ from agentrl.workflow.store.reads import changes, curves, load_rows, run_rows
 LOOK_SECONDS = 0.5
 """The time between two readings of a run, in seconds."""
 WORK_SECONDS = 2.0
-"""The shortest time between two events that are only about turns, calls and the load of hosts, in seconds. These change often.
-Other changes are sent at once.
+"""The shortest time, in seconds, between two events that are only about turns, calls and the load of hosts, because these
+change often. Other changes are sent at once.
 """
 COMMENT_SECONDS = 15.0
 """The time without an event, in seconds, after which a comment is sent. The comment makes proxies keep the connection open."""
@@ -50,7 +51,7 @@ class Seen:
         work: a hash that changes with the turns and calls.
         closed: the number of finished iterations.
         machine: a text that changes with the load of the hosts.
-        gone: whether the run does not exist any more.
+        gone: True if the run does not exist any more.
         busy: the reason why the run could not be read; empty if it could.
     """
 
@@ -63,7 +64,7 @@ class Seen:
 
     @property
     def mark(self) -> str:
-        """The hash of the contents besides the iterations, which is part of an event's id."""
+        """A hash of all contents except the iterations. It is a part of an event's id."""
         return self.stamp + self.work
 
 
@@ -99,7 +100,9 @@ class Live:
         return sum(watch.listeners for watch in self._watches.values())
 
     async def listen(self, run: int | None) -> AsyncGenerator[Seen | None]:
-        """Yield the state of a run, or of the list (None), whenever it changes; None after COMMENT_SECONDS without a change."""
+        """Yield the state of the run whenever it changes, and None after COMMENT_SECONDS without a change. If `run` is None,
+        yield the state of the list of runs.
+        """
         watch = self._watches.setdefault(run, _Watch())
         watch.listeners += 1
         if watch.task is None:
@@ -187,8 +190,8 @@ async def follow(
     """Return the changes of a run, or of the list of runs, as server-sent events: `change`, `machine`, `busy`, `gone`.
 
     A run's `change` has `iterations` (rows of its curves that are new or may have changed), `run_row` and `progress`. A
-    `change` of the list is empty: the client requests the list again. `machine` is empty too: the load of the hosts is new.
-    `since` or `Last-Event-ID` is the id of the last event that the client received.
+    `change` of the list is empty, and tells the client to request the list again. `machine` is empty too, and tells the client
+    that the load of the hosts has changed. `since` or `Last-Event-ID` is the id of the last event that the client received.
     """
     live: Live = request.app.state.live
     if live.listeners >= MAX_LISTENERS:

@@ -25,8 +25,8 @@ _TITLE = "<title>agentrl</title>"
 
 
 def write_page(title: str, about: Mapping[str, object], answers: Mapping[str, bytes]) -> bytes:
-    """Return the HTML document of the page. `about` describes the file to the page. `answers` are the recorded responses by
-    path, encoded by `embed`.
+    """Return the HTML document of the page. `about` describes the file to the page. `answers` maps paths to recorded responses
+    that `embed` has encoded.
     """
     index = _MODULES.sub("", (STATIC / "index.html").read_text(encoding="utf-8"))
     style = "".join((STATIC / name).read_text(encoding="utf-8") for name in _STYLE.findall(index))

@@ -20,7 +20,7 @@ from agentrl.workflow.settings import settings
 
 MAX_HEAD_BYTES = 16 * 1024
 GOODBYE_SECONDS = 1
-"""The time that open responses have after Ctrl-C, in seconds. Live updates end at once."""
+"""The time after Ctrl-C in which open responses may still be completed, in seconds. Live updates end at once."""
 
 
 @dataclass(frozen=True, slots=True)

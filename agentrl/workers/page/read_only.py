@@ -1,4 +1,4 @@
-"""The page's access to a store, by read-only connections and short statements. It waits for a writer's lock for at most
+"""The page's access to a store, by read-only connections and short statements. A read waits for a writer's lock for at most
 LOCK_SECONDS, and never upgrades the database.
 """
 

@@ -1,7 +1,7 @@
 """The process of one rank: `python -m agentrl.workers.ranks.rank`, which `rank_group` starts.
 
-It reads commands from an inherited socket, calls a `Trainer`, and replies. It ends when the worker closes the socket or ends.
-Beside that, a thread reports every second that the process runs, and for how many microbatches.
+The process reads commands from an inherited socket, calls a `Trainer`, and replies. It ends when the worker closes the socket
+or ends. A second thread reports every BEAT_SECONDS that the process runs, and how many microbatches it has begun.
 """
 
 import ctypes
@@ -18,17 +18,19 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 BEAT_SECONDS = 1.0
 UNLIMITED = timedelta(days=30)
-"""The timeout of sums over the ranks. The worker decides how long it waits for a rank, and then kills all of them."""
+"""The timeout of sums over the ranks. The timeout is so long that it never expires: the worker decides how long it waits for a
+rank, and then kills all ranks.
+"""
 
 
 class RankReplies:
-    """The lines that this rank sends to the worker. Both threads send."""
+    """The sender of this rank's lines of JSON to the worker. Both threads of the rank use it."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
         self._lock = threading.Lock()
         self.microbatches = 0
-        """The number of microbatches that were begun, of all updates."""
+        """The number of microbatches that this rank has begun, over all updates."""
 
     def send(self, values: Mapping[str, Any]) -> None:
         """Send one line. End the process if the worker is gone."""

@@ -1,7 +1,7 @@
-"""The ranks of this worker: it starts them, sends each command to all, watches them, and kills them together.
+"""The ranks of this worker. The worker starts them, sends each command to all of them, watches them, and kills them together.
 
-The group stays warm between updates and runs. If a rank ends, reports an error or hangs, all ranks are killed, because the
-others would wait for it. The update is then made again, by new ranks, from the last checkpoint.
+The ranks keep running between updates and between runs. If a rank ends, reports an error or hangs, all ranks are killed,
+because the others would wait for it. The update is then made again, by new ranks, from the last checkpoint.
 """
 
 import json
@@ -27,20 +27,24 @@ log = getLogger("agentrl.ranks")
 
 POLL_SECONDS = 0.2
 LEASES_WITHOUT_PROGRESS = 20
-"""The number of leases after which a group whose ranks all run, and of which none begins a microbatch, counts as hanging. A
-rank whose process does not run at all is killed after one lease, or after MIN_SILENCE_SECONDS if that is longer.
+"""The time, in leases, after which a group counts as hanging if all of its ranks run but none begins a microbatch. If the
+process of a rank is stopped, so that it sends nothing, the ranks are killed after one lease, or after MIN_SILENCE_SECONDS if
+that is longer.
 """
 
 MIN_SILENCE_SECONDS = 10.0
-"""The shortest time without a line of a rank after which its process counts as stopped, in seconds."""
+"""The shortest time without a line from a rank after which the rank's process counts as stopped, in seconds."""
 
 INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""The variables that keep the ranks' connections on this machine. The environment may name another interface."""
+"""The environment variables that keep the ranks' connections on this machine. If the worker's environment sets one of them to
+another interface, that interface is used.
+"""
 
 
 @dataclass
 class Rank:
-    """One rank as the worker sees it: its process, the worker's end of the socket pair, and what was received last.
+    """One rank as the worker sees it: the rank's process, the worker's end of the socket pair, and what the worker received
+    last.
 
     Attributes:
         unread: the beginning of a line that is not complete yet.
@@ -57,14 +61,14 @@ class Rank:
 
 @dataclass
 class RankGroup:
-    """Running ranks, one for each of `devices`. Make one with `start`."""
+    """Running ranks, one for each of `devices`. Use `start` to make a group."""
 
     devices: Sequence[str]
     _ranks: list[Rank] = field(default_factory=list)
 
     @classmethod
     def start(cls, devices: Sequence[str]) -> "RankGroup":
-        """Start a rank for each device. They report errors of their start at the first command."""
+        """Start a rank for each device. If the start of a rank fails, the first command reports the error."""
         group = cls(tuple(devices))
         # The ranks find each other by a file in memory. It has no name, so only they can open it, and it ends with them.
         store = os.memfd_create("agentrl-ranks")
@@ -194,7 +198,7 @@ _running: list[RankGroup] = []
 
 
 def group_for(devices: Sequence[str]) -> RankGroup:
-    """Return the running ranks on these devices. Start them if there are none, or if other ones run."""
+    """Return the running ranks on these devices. If there are none, or the running ranks use other devices, start new ranks."""
     if not (_running and _running[0].is_alive and _running[0].devices == tuple(devices)):
         close_group()
         _running.append(RankGroup.start(devices))
@@ -202,6 +206,6 @@ def group_for(devices: Sequence[str]) -> RankGroup:
 
 
 def close_group() -> None:
-    """Kill the running ranks, if there are any. The memory of their devices is then free."""
+    """Kill the running ranks, if there are any. This frees the memory of their devices."""
     while _running:
         _running.pop().close()

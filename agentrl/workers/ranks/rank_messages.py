@@ -19,10 +19,10 @@ from agentrl.workflow.trajectory import Episode, Group, Message, Step, Task
 
 NO_MESSAGE = Message("assistant", "")
 TOKENS = ("prompt_ids", "sampled_ids", "behavior_logprobs")
-"""The fields of a step that are sent as tensors: one value per token."""
+"""The fields of an episode's step that are sent as tensors, with one value per token."""
 
 STEP_FIELDS = tuple(one.name for one in fields(Step) if one.name not in (*TOKENS, "prompt", "message", "results"))
-"""The other fields of a step that are sent. An update reads no texts."""
+"""The other fields of an episode's step that are sent. Texts are not sent, because an update does not read them."""
 
 EPISODE_FIELDS = (*("sample", "status", "stop_reason", "reward", "id", "parent_id", "fork_step", "inherited", "tainted"),)
 """The fields of an episode that are sent, besides its steps."""
@@ -53,7 +53,7 @@ def read_command(source: BinaryIO) -> RankCommand | None:
 
 
 def encode_groups(groups: Sequence[Group]) -> tuple[list[Any], dict[str, Tensor]]:
-    """Return the groups as JSON and tensors, without their texts. `decode_groups` is the inverse."""
+    """Return the groups as JSON values and tensors, without texts such as messages. `decode_groups` is the inverse."""
     steps = [step for group in groups for episode in group.episodes for step in episode.steps]
     tensors = {
         "prompt_ids": torch.tensor([token for step in steps for token in step.prompt_ids], dtype=torch.int64),
@@ -72,7 +72,7 @@ def _encode_episode(episode: Episode) -> list[Any]:
 
 
 def decode_groups(encoded: Sequence[Any], tensors: Mapping[str, Tensor]) -> list[Group]:
-    """Return the groups that `encode_groups` was given, with empty texts."""
+    """Rebuild the groups from the result of `encode_groups`. All of their texts are empty."""
     tokens = {name: iter(tensors[name].tolist()) for name in TOKENS}
 
     def episode(task: Task, values: Mapping[str, Any], steps: Iterable[Any]) -> Episode:
@@ -95,28 +95,30 @@ def _take(values: Iterator[Any], count: int) -> tuple[Any, ...]:
 
 
 def encode_update(update: Update) -> dict[str, Any]:
-    """Return an update as JSON. `decode_update` is the inverse."""
+    """Return an update as JSON values. `decode_update` is the inverse."""
     values = {one.name: getattr(update, one.name) for one in fields(Update)}
     pairs = {name: list(values[name].items()) for name in ("advantages", "dropped")}  # JSON has no numbers as keys
     return values | pairs
 
 
 def decode_update(values: Mapping[str, Any]) -> Update:
-    """Return the update that `encode_update` was given."""
+    """Rebuild the update from the result of `encode_update`."""
     pairs = {name: dict(map(tuple, values[name])) for name in ("advantages", "dropped")}
     return Update(**{**values, **pairs, "steps": tuple(values["steps"])})
 
 
 def encode_error(error: BaseException) -> dict[str, str]:
-    """Return an error as JSON. `decode_error` is the inverse, up to the class of errors that are not agentrl's own."""
+    """Return an error as JSON values. `decode_error` is the inverse, but errors of classes that are not agentrl's change their
+    class.
+    """
     if isinstance(error, AgentRLError) and not isinstance(error, DeviceLost):
         return {"class": type(error).__name__, "message": error.message, "hint": error.hint}
     return {"class": "", "message": f"{type(error).__name__}: {error}", "hint": ""}
 
 
 def decode_error(values: Mapping[str, str], rank: int) -> AgentRLError:
-    """Return the error that a rank reported. It becomes an InfraError if it is not an error of agentrl, or if the rank lost its
-    device.
+    """Return the error that a rank reported. The error becomes an InfraError if its class is not one of agentrl's, or if the
+    rank lost its device.
 
     A lost device ends only the rank's process. The worker's own device still works.
     """

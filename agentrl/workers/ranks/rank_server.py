@@ -1,4 +1,4 @@
-"""The commands of a rank: load a state, update, save. Each returns what the rank replies."""
+"""The commands of a rank: load a state, update, save. Each command returns the value that the rank sends as its reply."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from agentrl.workflow.training.trainer import Trainer
 
 
 class RankServer:
-    """The policy and the trainer of one rank. The policy stays loaded when the next run has the same base."""
+    """The policy and the trainer of one rank. If the next run has the same base model, the policy stays loaded."""
 
     def __init__(self, ranks: Ranks, device: str) -> None:
         self._ranks = ranks

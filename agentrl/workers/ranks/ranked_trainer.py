@@ -1,4 +1,4 @@
-"""A trainer whose updates the ranks of this worker make. The train job uses it like a `Trainer`."""
+"""A trainer whose updates are computed by the ranks of this worker. The train job uses it like a `Trainer`."""
 
 import threading
 from collections.abc import Collection, Sequence
@@ -19,8 +19,8 @@ class RankedTrainer:
     """A trainer of a run on several devices. The ranks hold the weights; this process may hold none.
 
     Args:
-        group: the ranks. They hold the state of the trainer that loaded last.
-        policy: the policy of this process, for the base's folder and hash.
+        group: the ranks. They hold the state of the `RankedTrainer` whose `load` was called last.
+        policy: the policy of this process, from which the folder and the hash of the base model are read.
     """
 
     def __init__(self, group: RankGroup, policy: Policy, config: RunConfig, iterations: int) -> None:
@@ -33,7 +33,7 @@ class RankedTrainer:
         }
         self.learning_rate = 0.0
         self.parameters = ""
-        """The number of parameters of the model and of those that train, as text; empty before `load`."""
+        """A text with the number of parameters of the model and the number of its trainable parameters; empty before `load`."""
         self.fenced = threading.Event()
         """The event of the current claim. When it is set, the ranks are killed, and `Fenced` is raised."""
 
@@ -59,7 +59,9 @@ class RankedTrainer:
         updates = [decode_update(result["update"]) for result in results]
         if len({_common_part(result) for result in results}) > 1:
             self._group.close()
-            raise InfraError(f"The {len(results)} ranks made different updates, so none is used.", "Check their devices.")
+            raise InfraError(
+                f"The {len(results)} ranks made different updates, so none is used.", "Check the GPUs of this machine."
+            )
         self.learning_rate = results[0]["learning_rate"]
         first = updates[0]
         return Update(

@@ -15,8 +15,8 @@ from agentrl.workflow.settings import settings
 from agentrl.workflow.trajectory import Task
 
 TEMPLATE = "prompt_template"
-"""The name of the parameter in which agent-lightning passes a prompt to an agent. If the run has no text of this name, the
-parameter would receive the model, because the arguments are positional.
+"""The name of the parameter in which agent-lightning passes a prompt to an agent. An agent with this parameter is refused if
+the run has no text of this name: the arguments are positional, so the parameter would receive the model.
 """
 SHAPE = "Write it as def solve(task, llm): ..., or async def."
 
@@ -25,14 +25,15 @@ def resolve_agent(experiment: Experiment, tasks: Sequence[Task]) -> RunConfig:
     """Check the run's agent, if there is one, and return the run's config.
 
     If neither the env, the rewards nor the hooks score an episode, the returned config sets `own_rewards`: the rewards that the
-    agent returns or emits then have weight 1. Raise ConfigError if the agent cannot be imported or called, or the env must
-    decide what follows a turn. Raise DatasetError if a task has no messages, so the agent would receive nothing.
+    agent returns or emits then have weight 1. Raise ConfigError if the agent cannot be imported or called, or if the env
+    decides what follows a turn, which an agent must decide itself. Raise DatasetError if a task has no messages, because the
+    agent would receive nothing.
     """
     agent = experiment.config.agent
     if agent is None:
         return experiment.config
     if agent.name == CLIENTS:
-        message = f"The agent {CLIENTS!r} stands for outside clients: a run cannot start it."
+        message = f"The agent {CLIENTS!r} stands for outside clients, which a run cannot start."
         raise ConfigError(message, "Serve a policy to clients: agentrl serve --policy RUN")
     if experiment.agent is not None:
         check_function(agent.name, experiment.agent, experiment.config.resources)
@@ -47,7 +48,7 @@ def resolve_agent(experiment: Experiment, tasks: Sequence[Task]) -> RunConfig:
         return experiment.config
     if agent.is_external and not settings().broker_url and not settings().rewards_key:
         message = "The run has no rewards, and external agents may not send any without AGENTRL_REWARDS_KEY."
-        raise ConfigError(message, "Name --reward or an --env, or set AGENTRL_REWARDS_KEY to a secret and type `agentrl down`.")
+        raise ConfigError(message, "Pass --reward or --env, or set AGENTRL_REWARDS_KEY to a secret and type `agentrl down`.")
     return experiment.config.model_copy(update={"agent": agent.model_copy(update={"own_rewards": True})})
 
 
@@ -59,7 +60,7 @@ def check_function(name: str, function: Callable[..., Any], texts: Collection[st
     if inspect.isclass(function):
         raise ConfigError(f"The agent {name!r} is a class without rollout(task, resources, llm).", SHAPE)
     if getattr(function, "__name__", "") == "<lambda>" and not is_lent(name):
-        raise ConfigError(f"The agent {name!r} is a lambda, which has no name to be found by.", SHAPE)
+        raise ConfigError(f"The agent {name!r} is a lambda, and workers cannot find a lambda by its name.", SHAPE)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigError(f"The agent {name!r} is a generator: use return instead of yield.", SHAPE)
     try:
@@ -98,7 +99,8 @@ def _check_class(name: str, agent: Any) -> None:
         if not 1 <= len(parameters) <= 3:
             problem = f"{way.__name__} of the agent {name!r} takes {len(parameters)} arguments"
             raise ConfigError(
-                f"{problem}.", "Write rollout(self, task, resources, llm); it may leave out arguments that it does not use."
+                f"{problem}.",
+                "Write rollout(self, task, resources, llm); leave out the arguments that the method does not use.",
             )
 
 
@@ -116,7 +118,7 @@ def remark_on_agent(experiment: Experiment) -> Iterator[str]:
     if experiment.env.tools:
         yield f"The tools of the env {experiment.config.env!r} are not used: the agent has its own tools."
     if agent.own_rewards and not experiment.weights:
-        yield "The run has no other rewards: the agent's returned rewards are used."
+        yield "The run has no other rewards: the rewards that the agent returns are used."
 
 
 def _check_env(name: str | None, env: Env) -> None:

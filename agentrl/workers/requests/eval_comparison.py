@@ -19,7 +19,7 @@ SAME_REWARDS, OTHER_CODE, OTHER_REWARDS = 0, 1, 2
 same rewards and weights, but different code. OTHER_REWARDS: different rewards or weights.
 """
 MEASURES = ("difference", "low", "high", "interval_by", "p_value", "method", "won", "lost", "tied")
-"""The fields of a comparison that are reported."""
+"""The fields of a comparison that the output contains."""
 
 
 @dataclass(frozen=True, slots=True)

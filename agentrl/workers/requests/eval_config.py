@@ -21,16 +21,18 @@ TRAINING_KEYS = ("algorithm.", "update.", "critic.", "source.", "eval.", "report
 """Prefixes of config keys that do not affect how episodes are sampled."""
 
 NEUTRAL_ROLLOUT_KEYS = ("group_size", "tasks_per_iteration", "max_attempts", "max_staleness", "dynamic_sampling")
-"""Keys of the section `rollout` that decide how many episodes are sampled and when, but not what an episode contains."""
+"""Config keys of the section `rollout` that affect the number of episodes and the time at which they are sampled, but not the
+contents of an episode.
+"""
 
 LOOP_KEYS = ("tools", "served_tools", *(f"rollout.{name}" for name in LOOP_LIMITS))
-"""Keys that the built-in loop uses and an agent does not."""
+"""Config keys that only the built-in loop uses, not an agent."""
 
 SINGLE_PASS = {
     **{"epochs": 1, "iterations": None, "rollout.max_staleness": 0, "rollout.dynamic_sampling": 1},
     **{"dataset.keep_solved": None, "dataset.order": "shuffled"},
 }
-"""Values for a run that uses each of its tasks once, without overlap or dynamic sampling."""
+"""Config values for a run that uses each of its tasks once, without rollouts during updates and without dynamic sampling."""
 
 
 def eval_config(
@@ -46,7 +48,7 @@ def eval_config(
 ) -> RunConfig:
     """Return the config of an evaluation of a run's policy. Pass it to `in_one_iteration`, which sets `tasks_per_iteration`.
 
-    Values that are None or empty are those of the run.
+    Where an argument is None or empty, the run's value is used.
 
     Args:
         split: None for `test`, or for the only split of a file.
@@ -55,7 +57,8 @@ def eval_config(
         env: None for the run's env or, if the run has none, the dataset's.
         agent: values that replace the run's in the section `agent`. If they name another agent, it replaces the run's agent or
             the built-in loop with its options.
-        rows: values of the section `dataset` that say how rows are read. The run's are used only for the run's own dataset.
+        rows: values of the section `dataset` that say how dataset rows are read. The run's values are used only for the run's
+            own dataset.
     """
     values = sampling_values(config) | SINGLE_PASS | {"name": None, "output_dir": None}
     split = split or ("train" if is_file(dataset or config.dataset.name) else "test")
@@ -78,7 +81,7 @@ def _agent_values(agent: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_values(config: RunConfig) -> dict[str, Any]:
-    """Return the config values that affect how episodes are sampled and scored, without those about updates."""
+    """Return the config values that affect how episodes are sampled and scored, without the values about updates."""
     return {key: value for key, value in config.flat().items() if not key.startswith(TRAINING_KEYS)}
 
 

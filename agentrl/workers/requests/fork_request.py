@@ -1,5 +1,5 @@
 """Forks: continuations of a stored episode from one of its steps on, with the same policy or another one. A fork run has one
-group and makes no update. `submit --from-groups` trains on its group.
+group and makes no update. `submit --from-groups` trains on the group of a fork run.
 """
 
 from dataclasses import dataclass, replace
@@ -83,10 +83,10 @@ def prepare_fork(db: Database, request: ForkRequest) -> PreparedRun:
 def _check_agents_episode(db: Database, request: ForkRequest, agent: str) -> None:
     """Check that the forks' agents can be answered from the episode up to the step. Raise StateError, ConfigError if not."""
     if agent == CLIENTS:
-        message = f"Episode {request.episode} cannot be forked: a client from outside made it, which agentrl cannot start."
+        message = f"Episode {request.episode} cannot be forked: an outside client made it, which agentrl cannot start again."
         raise StateError(message, "Continue training with its policy: --model RUN@N.")
     if request.edit is not None:
-        raise ConfigError("--edit-message does not apply to an agent, which writes its messages itself.", "Leave it out.")
+        raise ConfigError("--edit-message cannot be used with an agent: an agent writes its messages itself.", "Leave it out.")
     requests = load_requests(db, [request.episode]).get(request.episode, {})
     if any(step not in requests for step in range(request.step + 1)):
         message = f"Episode {request.episode} cannot be forked: the requests of its agent are not recorded."

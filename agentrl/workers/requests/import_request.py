@@ -32,7 +32,7 @@ from agentrl.workflow.trajectory import PolicyRef, StepRecord, StopReason, Task
 MAX_TURNS = 1000
 MAX_EPISODES = 100_000
 MAX_DEPTH = 64
-"""The most ancestors of a span among which another span of the same call is searched."""
+"""The number of ancestors of a span, counted upward, that are searched for another span of the same model call."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class PreparedImport:
 
     Args:
         exact: whether all token ids and logprobs are those of the sampler.
-        without: the number of episodes that have a turn without token ids or logprobs.
+        without: the number of episodes in which at least one turn has no token ids or no logprobs.
         left_out: the number of traces that were left out, by reason.
     """
 
@@ -90,14 +90,14 @@ def prepare_import(
     exact_only: bool = False,
 ) -> PreparedImport:
     """Read the traces and build the import. Nothing is written. Raise ConfigError if an adapter does not exist. Raise
-    ModelError if the model is not here, has no usable chat template, or did not sample these tokens. Raise DatasetError if no
-    trace is left to import, or there are too many episodes.
+    ModelError if the model is not on this machine, has no usable chat template, or did not sample these tokens. Raise
+    DatasetError if no trace is left to import, or there are too many episodes.
 
     Args:
         db: the database in which a free name is looked up; None if it does not exist yet.
         config: the config whose model sampled the turns, or whose chat template renders them.
         ref: the policy that sampled the turns; None for the model in `config`.
-        exact_only: whether to leave out traces that have a turn without token ids or logprobs.
+        exact_only: True to leave out traces in which a turn has no token ids or no logprobs.
     """
     readers: list[Adapter] = [find("adapters", adapter) for adapter in adapters or names("adapters")]
     left_out: Counter[str] = Counter()
@@ -258,6 +258,6 @@ def _check_spelling(episodes: Sequence[ImportedEpisode], base: str) -> None:
     if worded and not any(content in text for text, content in worded):
         text, content = worded[0]
         raise ModelError(
-            f"The tokens do not belong to {base!r}: the text {content[:60]!r} reads {text[:60]!r}.",
+            f"The tokens do not belong to {base!r}: the recorded text {content[:60]!r} is decoded as {text[:60]!r}.",
             "Name the model that sampled them: --policy MODEL",
         )

@@ -1,8 +1,8 @@
 """The requirements of a run. Before anything is written, a command asks each worker whether the worker can run it.
 
 A worker responds with two lists. The first has a sentence for each thing that is missing there: a module, a setting, a folder.
-The second has the names of files and environment variables that differ from the command's. Values are never sent. Both sides
-compare digests, made with a key that is new for each question.
+The second has the names of files and environment variables that differ from those of the command. Values are never sent.
+Command and worker compare digests instead, made with a key that is new for each question.
 """
 
 import os
@@ -46,16 +46,16 @@ query a model hub.
 """
 
 REPLY_SECONDS = 0.5
-"""The longest time that a worker waits for its check before it responds, in seconds. If the check takes longer, the response to
-a repeated question has the result.
+"""The longest time that a worker waits for its check before it responds, in seconds. If the check takes longer, the command
+asks again, and a later response has the result.
 """
 
 MAX_LOOKS = 8
 """The most checks whose results a worker keeps for repeated questions."""
 
 NOT_AGENTS = "(?!agents-)"
-"""A pattern that excludes the names of agents workers. A run without an agent does not ask these workers, because they may end
-at any time.
+"""A pattern that excludes the names of agents workers. If a run has no agent, its command does not ask agents workers, because
+they may end at any time.
 """
 
 ENGINE = ("AGENTRL_ENGINE_URL", "AGENTRL_ENGINE_KEY")
@@ -88,7 +88,7 @@ class Requirements:
 
     @cached_property
     def experiment(self) -> Experiment:
-        """The run's experiment; its plug-ins are loaded when they are used."""
+        """The run's experiment. Each of its plug-ins is loaded at its first use."""
         return Experiment.load(self.config, self.weights)
 
     @property
@@ -104,12 +104,12 @@ class Requirements:
 
 @dataclass(frozen=True)
 class WorkerCheck:
-    """A worker's answer to the question whether it can run a run.
+    """A worker's answer to the question whether the worker can run a run.
 
     Attributes:
         found: whether the worker's check is complete.
         lacks: a sentence for each thing that the worker lacks.
-        other: the names of files and variables that differ from the command's.
+        other: the names of files and environment variables that differ from those of the command.
     """
 
     worker: str
@@ -147,7 +147,7 @@ def ask_workers(needs: Requirements, workers: int | None = None) -> list[WorkerC
     """Return the responses of all workers that serve a queue of the run. A worker that does not respond has no entry.
 
     A worker whose check is not complete is asked again, for up to LOOK_SECONDS. `needs` are the requirements. `workers` is the
-    number of workers, if known. The call then returns as soon as so many have responded.
+    number of workers, if known: the call then returns as soon as this number of workers has responded.
     """
     checks: dict[str, WorkerCheck] = {}
     deadline = time.monotonic() + LOOK_SECONDS

@@ -1,4 +1,4 @@
-"""Rescoring: it computes other rewards for stored episodes. All rewards are computed before anything is written."""
+"""Rescoring computes other rewards for stored episodes. All rewards are computed before anything is written."""
 
 import re
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def rescore(db: Database, run: str, rewards: Sequence[str], name: str | None) ->
         scored[episode.id] = parts
         before.append(episode.reward or 0.0)
     if not after:
-        raise StateError(f"No episode of {row['name']!r} is done.", f"agentrl watch {row['name']}")
+        raise StateError(f"No episode of {row['name']!r} is done.", f"Wait until some are done: agentrl watch {row['name']}")
     reward_sets.add_reward_set(db, row["id"], chosen, code_hash(weights), weights, scored)
     return {
         "run": row["name"],

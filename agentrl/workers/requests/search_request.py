@@ -19,25 +19,27 @@ from agentrl.workflow.trajectory import Task
 
 @dataclass(frozen=True)
 class SearchedTasks:
-    """All tasks of a search. `roles`, by content hash, is "choose" or "held_out"; tasks for edits have none."""
+    """All tasks of a search. `roles` maps the content hash of a task to "choose" or "held_out". Tasks for edits have none."""
 
     tasks: tuple[Task, ...]
     roles: dict[str, str]
 
 
 def check_resources(experiment: Experiment) -> None:
-    """Raise ConfigError if a text has no effect: the built-in loop uses no text of that name."""
+    """Raise ConfigError if a text of the run has no effect, because the built-in loop uses no text of that name."""
     if experiment.config.agent is not None:
         return
     for name in experiment.config.resources:
         if name != SYSTEM_PROMPT and not (name.startswith(TOOL) and name.removeprefix(TOOL) in experiment.tools):
             texts = ", ".join([SYSTEM_PROMPT, *(f"{TOOL}{tool}" for tool in experiment.tools)])
-            raise ConfigError(f"resources.{name} has no effect without an agent.", f"There are {texts}.")
+            raise ConfigError(
+                f"resources.{name} has no effect without an agent.", f"Without an agent, these texts have an effect: {texts}."
+            )
 
 
 def resolve_texts(experiment: Experiment) -> RunConfig:
-    """Return the config of a search with the texts from which it starts. By default this is the env's system prompt. Raise
-    ConfigError if there is no text to improve; the algorithm needs a critic, and none is set; or a critic is set that the
+    """Return the config of a search with the texts from which it starts. By default, the only text is the env's system prompt.
+    Raise ConfigError if there is no text to improve; the algorithm needs a critic, and none is set; or a critic is set that the
     algorithm does not use.
     """
     config, search = experiment.config, find("algorithms", experiment.config.algorithm.name)

@@ -18,7 +18,7 @@ from agentrl.workflow.trajectory import PolicyRef, Task
 MAX_CALLS = 1000
 """The most requests of one episode; the client's next request begins another episode."""
 MAX_TURN = 131_072
-"""The most tokens of a turn, unless the client sets a lower limit. The model's window may end the turn earlier."""
+"""The most tokens of a turn, unless the client sets a lower limit. The model's context window may end the turn earlier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,9 @@ class Serving:
 
 
 def serve_config(config: RunConfig, name: str | None, rollout: Mapping[str, Any]) -> RunConfig:
-    """Return the config of a served policy: its run's model and sampling options, replaced by `rollout`; no rewards."""
+    """Return the config of a served policy: the model and the sampling options of its run, without rewards. `rollout` has
+    sampling options that replace those of the run.
+    """
     default = RunConfig().flat()
     left_out = ("env", "rewards", "hooks", "output_dir", *LOOP_KEYS, *(key for key in default if key.startswith("dataset.")))
     values = {**sampling_values(config), **SINGLE_PASS, **{key: default[key] for key in left_out}, "name": name}
@@ -56,7 +58,9 @@ def serve_config(config: RunConfig, name: str | None, rollout: Mapping[str, Any]
 
 
 def serve_submission(db: Database, config: RunConfig, policy: PolicyRef, of: str, keep_days: float | None) -> Submission:
-    """Return the submission of a served policy. `of` is its run's name or empty. Episodes are kept for `keep_days`."""
+    """Return the submission of a served policy. `of` is the name of the policy's run; empty if the policy belongs to no run.
+    Episodes are kept for `keep_days`.
+    """
     retention = {} if keep_days is None else {KEEP_DAYS: keep_days}
     tokens = {} if Experiment(config).engine.logprobs else {EXACT: False}
     return recorded_submission(db, "serve", config, policy, {"of": of} | retention | tokens)
@@ -71,8 +75,8 @@ def recorded_submission(
     tasks: Sequence[Task] = (),
     weights: Mapping[str, float] | None = None,
 ) -> Submission:
-    """Return the submission of a run that plans no episodes: the caller adds the episodes later. Without a name in the config,
-    the run is named after its kind.
+    """Return the submission of a run that plans no episodes: the caller adds the episodes later. If the config has no name, the
+    run is named after its kind.
 
     Args:
         db: the database in which a free name is looked up; None if it does not exist yet.

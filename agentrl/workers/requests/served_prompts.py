@@ -13,9 +13,9 @@ from agentrl.workflow.store.run_names import find_run
 from agentrl.workflow.trajectory import Task
 
 EPISODES = "episodes:"
-"""The prefix of a dataset's name whose tasks are the prompts of a served run."""
+"""The prefix of the name of a dataset whose tasks are the prompts of a served run."""
 PROMPT_ROLES = {"system", "user"}
-REWARD_HINT = "Pass --reward module:function with a reward that needs none."
+REWARD_HINT = "Pass --reward module:function with a reward that needs no reference answers."
 RUN_KEYS = ("source.runs", "source.groups", "source.reward_set")
 
 
@@ -23,7 +23,7 @@ def with_served_prompts(
     db: Database, config: RunConfig, origins: Mapping[str, str], policy: str | None
 ) -> tuple[RunConfig, dict[str, str]] | None:
     """Return the config of a run whose tasks are the prompts of the served run in `config.source`, and the origins of the
-    config's values. Return None if the source is not a served run. Without a model in the config, the served policy is trained.
+    config's values. Return None if the source is not a served run. If the user set no model, the served policy is trained.
 
     Args:
         db: the database.
@@ -40,7 +40,10 @@ def with_served_prompts(
         return None
     name = rows[0]["name"]
     if len(rows) > 1 or config.source.groups or config.source.reward_set != "default":
-        raise ConfigError("The prompts of a served run cannot be mixed with other episodes.", f"Name {name} alone.")
+        raise ConfigError(
+            "The prompts of a served run cannot be mixed with other episodes.",
+            f"Pass only --from-episodes {name}, without other runs, --from-groups and --reward-set.",
+        )
     if origins["dataset.name"] != "default":
         raise ConfigError("--dataset and --from-episodes exclude each other.", "Leave one out.")
     if not (config.rewards or config.env or config.hooks or config.agent):
@@ -67,7 +70,7 @@ def load_run_tasks(db: Database | None, dataset: DatasetConfig, seed: int = 0) -
 def load_prompts(db: Database | None, dataset: DatasetConfig) -> LoadedTasks:
     """Return the conversations that the clients of a served run began, each once, as tasks without references.
 
-    Conversations that begin with other messages than those of the system and the user are left out.
+    A conversation is left out if it begins with messages of other roles than system and user.
 
     Raises:
         NotFoundError: there is no such run.
@@ -84,7 +87,7 @@ def load_prompts(db: Database | None, dataset: DatasetConfig) -> LoadedTasks:
     tasks, skipped, repeated = dict[object, Task](), list[str](), 0
     for episode, step, messages in served_runs.load_prompts(db, row["id"]):
         if not messages or messages[-1].role != "user" or {message.role for message in messages} - PROMPT_ROLES:
-            skipped.append(f"episode {episode}, step {step}: it does not begin with messages of the system and the user")
+            skipped.append(f"episode {episode}, step {step}: it does not begin with messages of the roles system and user")
         elif messages in tasks:
             repeated += 1
         else:

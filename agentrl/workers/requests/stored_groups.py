@@ -27,14 +27,14 @@ from agentrl.workflow.store.run_names import find_run, find_stored_policy
 from agentrl.workflow.trajectory import PolicyRef
 
 ALLOWED_KEYS = ("name", "seed", "epochs", "output_dir", "hooks", "rollout.tasks_per_iteration")
-"""Keys that may be set, in addition to the sections of TRAINING_KEYS."""
+"""Config keys that a user may set, in addition to the keys of the sections in TRAINING_KEYS."""
 
 
 def prepare_stored(
     db: Database, request: RunConfig, origins: Mapping[str, str], policy: PolicyRef | None = None
 ) -> PreparedRun:
-    """Check the request and build the submission. Nothing is written. Only values with an origin other than the default in
-    `origins` were set by a user. Raise AgentRLError if the request is invalid; the class and the message say why.
+    """Check the request and build the submission. Nothing is written. `origins` has the origin of each value; the user has set
+    those whose origin is not "default". Raise AgentRLError if the request is invalid; the class and the message say why.
     """
     chosen = {key: value for key, value in request.flat().items() if origins.get(key, "default") != "default"}
     _refuse_ignored(chosen)
@@ -138,12 +138,14 @@ def _load_sources(db: Database, source_config: SourceConfig, least: int) -> list
     sources = [load_stored_run(db, run, groups, source_config.reward_set, least) for run, groups in groups_by_run.items()]
     if not any(source.groups for source in sources):
         raise StateError(
-            f"No finished group has at least {least} episodes that are done.", f"agentrl episodes {sources[0].row['name']}"
+            f"No finished group has at least {least} episodes that are done.",
+            f"List the episodes: agentrl episodes {sources[0].row['name']}",
         )
     twice = find_episode_counted_twice(db, [group for source in sources for group in source.groups])
     if twice is not None:
         raise ConfigError(
-            f"Episode {twice} would be trained on twice: its forks' group contains it too.", "Train on them in two runs."
+            f"Episode {twice} would be trained on twice: the group of its forks contains it too.",
+            "Train on the two groups in two runs.",
         )
     return sources
 

@@ -76,7 +76,9 @@ class PreparedRun:
 
 
 def unreported(name: str) -> AbstractContextManager[None]:
-    """Return a context manager that does nothing. It is used if the progress of checks is not reported."""
+    """Return a context manager that does nothing. It is the default of `check` in `prepare`: the progress of checks is not
+    reported.
+    """
     return nullcontext()
 
 
@@ -95,7 +97,7 @@ class StartingModel:
     Args:
         policy: the stored policy, or the base model.
         folder: the folder of the base model; None for a hub model that is not on this machine.
-        is_trained: whether the weights are those of a trained policy, not of a plain model.
+        is_trained: True if the weights are those of a trained policy, not of a plain model.
     """
 
     policy: PolicyRef
@@ -112,9 +114,9 @@ def prepare(
 ) -> PreparedRun:
     """Check the complete request and build the submission. Nothing is written.
 
-    Names are resolved in this order: the tasks, then the parts that the config names, then the model. Each step checks what it
-    has resolved. The submission is built from the results. Raise AgentRLError if the request is invalid; the class and the
-    message say why.
+    Names are resolved in this order: the tasks, then the plug-ins that the config names, then the model. After each of the
+    three, the result is checked. The submission is built from the results. Raise AgentRLError if the request is invalid; the
+    class and the message say why.
 
     Args:
         db: the database in which a free name is looked up; None if it does not exist yet.
@@ -245,7 +247,9 @@ def _load_tasks(db: Database | None, config: RunConfig, policy: PolicyRef | None
             faults.append(other)
         raise join_faults(*faults) from fault
     if not (config.env or loaded.env):
-        raise ConfigError(f"The datasets {config.dataset.name!r} have different envs.", "Pass one for all: --env math")
+        raise ConfigError(
+            f"The datasets {config.dataset.name!r} have different envs.", "Pass one env for all of them: --env math"
+        )
     return loaded
 
 
@@ -280,7 +284,7 @@ def _rewards_to_check(experiment: Experiment) -> tuple[str, ...]:
 def submission_of(
     db: Database | None, experiment: Experiment, kind: str, policy: PolicyRef, stem: str, **more: Any
 ) -> Submission:
-    """Return the submission of the experiment. Without a name in the config, the name is `stem` with a number that makes it
+    """Return the submission of the experiment. If the config has no name, the name is `stem` with a number that makes the name
     unique in `db`. Raise ConfigError if the name looks like a number, or checkpoints cannot be written to the run's folder.
     Raise ServiceError if the object store at the run's URL does not respond.
     """
@@ -323,8 +327,9 @@ def _system_messages(env: Env, tasks: Sequence[Task]) -> tuple[bool, bool]:
 def plan_evaluation(db: Database | None, config: RunConfig, policy: PolicyRef) -> Submission | None:
     """Return the submission of the run that evaluates the policy from which this run starts; None unless `eval.every` is set.
 
-    If the evaluation has another dataset, its env is the one that belongs to that dataset. A dataset of plain rows has none, so
-    the run's env is used. Raise AgentRLError if the held-out tasks or another part of the evaluation is invalid; see `prepare`.
+    If the evaluation has another dataset than the run, its env is the env that belongs to that dataset. A dataset of plain rows
+    has no env, so the run's env is used. Raise AgentRLError if the held-out tasks or another part of the evaluation is invalid;
+    see `prepare`.
     """
     evaluation = config.eval
     if evaluation.every is None:
@@ -357,7 +362,9 @@ def _remark_on_tiny(experiment: Experiment, folder: Path | None) -> Iterator[str
 
 
 def remark_on_trackers(config: RunConfig) -> Iterator[str]:
-    """Yield a remark for each tracker whose package is missing here. The control loop may run elsewhere."""
+    """Yield a remark for each tracker whose package is missing on this machine. It is not an error, because the control loop,
+    which needs the package, may run on another machine.
+    """
     for package in [find("trackers", name).package for name in config.report.to]:
         if find_spec(package) is None:
             yield f"{package} is not installed here. The control loop's machine needs: {install_command(package)}"
@@ -367,13 +374,15 @@ def remark_on_tasks(config: RunConfig, loaded: LoadedTasks) -> Iterator[str]:
     """Yield remarks on tasks that are left out, because they are repeated or exceed the dataset's share of a mixture."""
     if loaded.repeated:
         rows = "1 row says" if loaded.repeated == 1 else f"{loaded.repeated} rows say"
-        yield f"{config.dataset.name}: {rows} the same as an earlier one; each task is used once."
+        yield f"{config.dataset.name}: {rows} the same as an earlier row; each task is used once."
     for name, (used, read) in loaded.shares.items():
         yield f"{name}: {used} of {read} tasks are used, according to its weight."
 
 
 def remark_on_rewards(*experiments: Experiment) -> Iterator[str]:
-    """Yield remarks if rewards of the env have weight 0, or no episode can earn a reward. `experiments` sampled them."""
+    """Yield remarks if rewards of the env have weight 0, or if no episode can earn a reward. `experiments` are those whose
+    episodes are sampled or trained on.
+    """
     for experiment in experiments:
         if experiment.uncounted_rewards:
             again = " ".join(f"--reward {name}={experiment.env.rewards[name]:g}" for name in experiment.uncounted_rewards)

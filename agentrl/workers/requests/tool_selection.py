@@ -40,7 +40,8 @@ class Description:
 
 def select_tools(env: str | None, names: Sequence[str]) -> Mapping[str, Tool]:
     """Return the tools of the env together with the named tools, as a run of that env with these `tools` would offer them.
-    Raise ConfigError if there are no tools, a name belongs to no tool or to two, or this machine lacks what a tool needs.
+    Raise ConfigError if there are no tools, a name belongs to no tool or to two tools, or this machine lacks something that a
+    tool needs.
     """
     servers = {mcp_tool.absolute_name(name): None for name in names if mcp_tool.is_server(name)}
     others = dict.fromkeys(name for name in names if not mcp_tool.is_server(name))

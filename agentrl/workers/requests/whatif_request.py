@@ -16,7 +16,7 @@ from agentrl.workflow.store.reads.provenance import UpdateInputs, load_update_in
 from agentrl.workflow.store.run_format import check_format
 
 PLAIN_UPDATE = {"update.batch_size": None, "update.epochs": 1, "update.max_kl": None, "update.trainer": "agentrl"}
-"""Config values that replace the run's, so that agentrl's trainer makes one optimizer step on all episodes."""
+"""Config values that replace those of the run, so that agentrl's trainer makes one optimizer step on all episodes."""
 
 REFUSED_KEYS = {
     "name": "use --algorithm",
@@ -29,7 +29,7 @@ REFUSED_KEYS = {
 
 @dataclass(frozen=True)
 class WhatIfRequest:
-    """A past update and the configs to compare on it. The first config is that of the update's run.
+    """A past update, and the configs that are compared on this update. The first config is that of the update's run.
 
     `options` has, for each given config key, the names of the algorithms that use it.
     """
@@ -49,7 +49,7 @@ def prepare_whatif(
 ) -> WhatIfRequest:
     """Check the request, and load the past update and the configs to compare. Each of the `assignments` (`algorithm.KEY=VALUE`)
     applies to the algorithms that have the key. Raise ConfigError if an algorithm does not exist, or an option has no effect
-    with any of them. Raise NotFoundError, StateError or CheckpointError as `load_update_inputs` does.
+    with any of the algorithms. Raise NotFoundError, StateError or CheckpointError as `load_update_inputs` does.
     """
     names = list(dict.fromkeys(algorithms))
     plugins = [find_gradient(name) for name in names]

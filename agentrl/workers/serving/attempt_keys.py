@@ -1,5 +1,5 @@
-"""The authentication of an agent's attempt: the attempt to which an API key belongs, and the worker that serves it. One thread
-queries the database, for many keys at a time.
+"""The authentication of agents. It finds the attempt to which an API key belongs, and the worker that serves this attempt. One
+thread queries the database, for many keys at a time.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from agentrl.workflow.store.endpoint_reads import AttemptLocation
 log = getLogger("agentrl.endpoint")
 KNOWN_SECONDS = 5.0
 """The lifetime of a cached answer, in seconds. An outdated answer is harmless: a worker that no longer holds the episode
-responds with 421.
+responds with status 421, and the database is queried again.
 """
 MAX_KNOWN = 4096
 MAX_KEY_CHARS = 256
@@ -76,7 +76,7 @@ class AttemptKeys:
         """Return the name of the run to which a request with this key belongs.
 
         Raises:
-            ApiError: as of `find_open`.
+            ApiError: the key or the episode is refused; see `find_open`.
         """
         return (await self.find_open(_checked(api_key))).run
 

@@ -1,8 +1,8 @@
 """The sessions of the tool server's clients, for tools whose variables last from one call to the next.
 
 The calls of one session run one after another, in the order of their arrival. Calls of different sessions run in parallel. A
-session ends when it is closed, when it was idle for IDLE_SECONDS, when its interpreter is lost, or when the server ends. Its
-calls are not stored, so it cannot be rebuilt. A later call in it gets an error that says so.
+session ends when it is closed, when it was idle for IDLE_SECONDS, when its interpreter is lost, or when the server ends. The
+calls of a session are not stored, so a lost session cannot be rebuilt. A later call in it gets an error that says so.
 
 Only the server's event loop uses the table of sessions, so the table needs no lock. Slow work is done in threads.
 """
@@ -20,8 +20,8 @@ from agentrl.workflow.tools.python import Notebook
 
 Answer = TypeVar("Answer")
 IDLE_SECONDS = 600.0
-"""The time without a call after which a session ends, in seconds. It is longer than in a tools worker, because a tools worker
-can rebuild its sessions.
+"""The time without a call after which a session ends, in seconds. This time is longer than that of a tools worker, because a
+tools worker can rebuild its sessions.
 """
 
 NAME_BYTES = 16

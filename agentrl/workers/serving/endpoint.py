@@ -35,11 +35,11 @@ from agentrl.workflow.store.migrate import open_database
 log = getLogger("agentrl.endpoint")
 
 GOODBYE_SECONDS = 2
-"""The time that open requests have after SIGTERM, in seconds. After that they are cut off, and their clients retry."""
+"""The time, in seconds, that open requests have to end after SIGTERM. After that, they are cut off, and their clients retry."""
 
 
 def run(host: str = LOOPBACK, port: int | None = None) -> None:
-    """Serve until SIGTERM. If the supervisor passed a listening socket, use that one instead of the address.
+    """Serve until SIGTERM. If the supervisor passed a listening socket, use this socket instead of the address.
 
     Raises:
         ServiceError: the database does not answer, or the address is in use.

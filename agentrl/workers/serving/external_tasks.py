@@ -1,7 +1,7 @@
-"""The endpoint's routes for external agents, with which a client (the poller) claims tasks and reports their ends.
+"""The endpoint's routes for external agents. With these routes, a client (the poller) claims tasks and reports how they ended.
 
-`POST /v1/tasks/next` claims the oldest waiting attempt for a lease. `POST /v1/tasks/ID/renew` renews the lease,
-`POST /v1/tasks/ID/end` stores the agent's end, and `POST /v1/tasks/ID/release` gives the attempt back. Each request needs the
+`POST /v1/tasks/next` claims the oldest waiting attempt for a lease. `POST /v1/tasks/ID/renew` renews the lease, `POST
+/v1/tasks/ID/end` stores how the agent ended, and `POST /v1/tasks/ID/release` gives the attempt back. Each request needs the
 operator's key for tasks. Rewards need a second secret, the key for rewards. The key of an attempt, with which the agent calls
 its model, gives access to none of these routes.
 """
@@ -42,7 +42,7 @@ MAX_WAIT_SECONDS = 60.0
 MAX_WAITING = 256
 """The most requests for a task that wait at once."""
 LOOK_SECONDS = 0.5
-"""The time between two looks for a waiting attempt, in seconds."""
+"""The time between two searches for a waiting attempt, in seconds."""
 MAX_ERROR, MAX_OUTPUT, MAX_CLASS = 2000, 8000, 100
 _KEY = re.compile(rf"{keys.PREFIX}(?:emit-)?[\w-]{{43}}", re.ASCII)
 HIDDEN = "[the attempt's key]"
@@ -74,7 +74,7 @@ class EndBody(_Body):
 
 
 class ReleaseBody(_Body):
-    """The body of a request that gives a task back. With an `error`, the attempt counts as lost."""
+    """The body of a request that gives a task back. If it has an `error`, the attempt counts as lost."""
 
     error: str = ""
 
@@ -282,14 +282,15 @@ def find_tasks_key(where: Settings, create: bool) -> str:
         create: True to write a random key if there is none.
 
     Raises:
-        ConfigError: there is no key, its file cannot be read or written, or no HTTP header can carry a key.
+        ConfigError: there is no key, the file of the key cannot be read or written, or a key has characters that no HTTP header
+            can carry.
     """
     for name in ("tasks_key", "rewards_key"):
         if not all("!" <= letter <= "~" for letter in getattr(where, name)):
             message = (
                 f"AGENTRL_{name.upper()} must be printable ASCII without spaces: HTTP headers cannot carry other characters."
             )
-            raise ConfigError(message, "Set another.")
+            raise ConfigError(message, "Set another key.")
     if where.tasks_key:
         return where.tasks_key
     path = where.stack_dir / "tasks.key"

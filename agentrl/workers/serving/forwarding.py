@@ -32,14 +32,14 @@ COMMENT = b": waiting\n"
 """The comment that is sent while the client waits. It has no blank line, which would end the client's current event."""
 FIRST_PAUSE, MAX_PAUSE = 0.1, 1.0
 STEADY_SECONDS = 1.0
-"""The time in seconds that tells a worker at work from a dead one. If a worker is lost after more than this time, it had begun
+"""A time in seconds. If a worker is lost later than this after a request was forwarded to it, the worker counts as having begun
 the request. The wait for another worker is then measured from the loss.
 """
 ERROR_BYTES = 64 * 1024
 NOT_HELD = 421
 TIMEOUT = {"connect": 5.0, "write": 30.0}
 """The time limits for connecting to a worker, and for sending it bytes of a request, in seconds. A worker that does not read
-them in this time is regarded as lost.
+these bytes within the limit is regarded as lost.
 """
 IDLE_SECONDS = 20.0
 """The time in seconds after which an idle connection is not reused, because the worker may be closing it."""
@@ -52,7 +52,7 @@ Sample = Callable[[ForwardedRequest, Begin, Write], Awaitable[None]]
 
 
 class Broken(Exception):
-    """The error that the connection to the worker failed. The request may be forwarded again."""
+    """The error for a failed connection to the worker. The request may be forwarded again."""
 
 
 class _NotHeld(Exception):
@@ -68,7 +68,7 @@ class _CannotContinue(Exception):
 
 
 class Samplers:
-    """The way to the workers that sample: over HTTP, or by a function if the sampler is in this process."""
+    """The connections to the workers that sample: over HTTP, or by a function if the sampler is in this process."""
 
     def __init__(self, local: Sample | None = None) -> None:
         """Prepare the connections.
@@ -327,7 +327,7 @@ class _WorkerError(ApiError):
 
     @property
     def document(self) -> dict[str, Any] | None:
-        """The worker's error as a document; None if the worker sent no valid error."""
+        """The JSON object of the worker's error; None if the worker sent no valid error."""
         try:
             document = json.loads(self.response)
         except (ValueError, RecursionError):

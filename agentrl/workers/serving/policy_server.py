@@ -39,15 +39,15 @@ log = getLogger("agentrl.serve")
 UNRECORDED = "agentrl-serve-"
 """The prefix of the names of temporary folders for unrecorded serving. The pid of the process follows."""
 WAIT_SECONDS = 30.0
-"""The longest wait of a request for the holder of its episode, in seconds. This process itself is the holder; it needs a moment
-to renew its lease after the machine slept.
+"""The longest wait of a request for the holder of its episode, in seconds. This process itself is the holder, but after the
+machine slept, the process needs a moment to renew its lease.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The numbers of served episodes and requests. `was_ended` says whether the run was ended elsewhere, for example by
-    `agentrl cancel`.
+    """The numbers of served episodes and requests. `was_ended` is True if another process ended the run, for example `agentrl
+    cancel`.
     """
 
     episodes: int
@@ -106,7 +106,8 @@ async def _serve(
 
 @contextmanager
 def unrecorded_database() -> Iterator[Database]:
-    """Yield a temporary database that is deleted at the end. It is in memory if the machine has a folder for that.
+    """Yield a temporary database that is deleted at the end. The database is in memory if the machine has a folder whose files
+    are in memory.
 
     A killed process leaves its folder behind; the next call deletes that folder.
     """

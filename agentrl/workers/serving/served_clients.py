@@ -1,10 +1,10 @@
 """The authentication of `agentrl serve`. Each client has one open episode, which its first request opens and to which its
 further requests belong.
 
-A client is identified by the header X-Agentrl-Episode. If the server needs no key, the API key that the client sends identifies
-it too. Clients that send neither share one episode. An episode ends by `POST /v1/episode/end`, when it is idle for long, after
-a maximum number of requests, or with the process. After an episode has ended or failed, the client's next request opens another
-episode.
+A client is identified by the header X-Agentrl-Episode. If the server needs no key, the API key that a client sends also
+identifies the client. Clients that send neither the header nor a key share one episode. An episode ends by `POST
+/v1/episode/end`, when it is idle for long, after a maximum number of requests, or with the process. After an episode has ended
+or failed, the client's next request opens another episode.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ class ServedClients:
         return self.allowed_origins if self.key else frozenset()
 
     async def accepts(self, api_key: str) -> bool:
-        """Return whether the key is right. Without a key of the server, every key is accepted."""
+        """Return whether the key is right. If the server has no key, every key is right."""
         return not self.key or self._is_own(api_key)
 
     async def find_run(self, api_key: str, headers: Mapping[str, str]) -> str:

@@ -2,12 +2,12 @@
 
 `GET /tools` lists the tools, and `GET /tools/NAME` describes one. `POST /tools/NAME/call` with `{"arguments": {...}}` runs a
 tool like a `tools` job, with the same limits. The response has status 200 if a model would read its content: a result, an error
-about wrong arguments, or a timeout. `error_class` says which of these it is. 401, 404, 408, 413 and 422 are errors of the
-client. 503 means that the system failed, and that the client may retry. Requests need `Authorization: Bearer TOKEN`, except
-those for `/openapi.json`, which names no tool.
+about wrong arguments, or a timeout. `error_class` says which of these it is. The statuses 401, 404, 408, 413 and 422 are errors
+of the client. Status 503 means that the system failed, and that the client may retry. Requests need `Authorization: Bearer
+TOKEN`, except those for `/openapi.json`, which names no tool.
 
 `POST /sessions` opens a session, for tools whose variables last from one call to the next. `POST
-/sessions/SESSION/tools/NAME/call` runs a call in the session, and `DELETE /sessions/SESSION` ends it. 404 means that the
+/sessions/SESSION/tools/NAME/call` runs a call in the session, and `DELETE /sessions/SESSION` ends it. Status 404 means that the
 session has ended, 429 that too many sessions are open.
 
 The server uses plain HTTP and stores nothing. A tool that must run `once` runs at each call.
@@ -52,7 +52,9 @@ from agentrl.workflow.trajectory import ToolCall, ToolResult, storable
 
 log = getLogger("agentrl.tool_server")
 MAX_BYTES = 1_000_000
-"""The largest body of a request, in bytes. The largest arguments of a tool fit into it, even if all characters are escaped."""
+"""The largest body of a request, in bytes. The largest arguments of a tool fit into this size, even if all characters are
+escaped.
+"""
 BODY_SECONDS = 60.0
 """The time limit for receiving a request's body, in seconds."""
 
@@ -69,7 +71,7 @@ class ToolCallBody(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """The tool's result as a model would read it; `error_class` is null for success. `seconds` is the time it took."""
+    """The tool's result as a model would read it; `error_class` is null for success. `seconds` is the duration of the call."""
 
     result: str
     error_class: str | None
@@ -144,7 +146,7 @@ def application(tools: Mapping[str, Tool], token: str, sessions: ServedSessions)
 
     @app.delete("/sessions/{session}", status_code=204, responses=_PROBLEMS)
     async def close_session(session: str) -> None:
-        """End a session, after the call that runs in it; call that wait for their turn find it closed."""
+        """End a session after the call that is running in it. Calls that still wait in the session fail with status 404."""
         await sessions.close(session)
 
     return app

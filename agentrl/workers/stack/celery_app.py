@@ -1,5 +1,5 @@
-"""The Celery app. It has four queues, accepts only JSON and acknowledges messages late. So a lost or duplicate message changes
-nothing.
+"""The Celery app. It has four queues, accepts only JSON and acknowledges messages late. So a lost or duplicate message causes
+no harm.
 
 A `rollout` job samples episodes, a `tools` job runs one tool call, a `train` job runs one update, and an `agents` job runs one
 agent. The router accepts these queues and the queues of single tools workers (`tools.<host>`), and refuses all others.
@@ -26,7 +26,7 @@ from agentrl.workflow.settings import Settings, settings
 QUEUES = ("rollout", "tools", "train")
 """The queues of every stack."""
 AGENTS = "agents"
-"""The queue that is needed only for runs with an agent."""
+"""The queue of agents workers, which only runs with an agent need."""
 ALL_QUEUES = (*QUEUES, AGENTS)
 _HOST_QUEUE = re.compile(r"tools\.[a-z0-9][a-z0-9.-]{0,63}")
 _QUEUE_OF_JOB = {"agentrl.rollout": "rollout", "agentrl.call": "tools", "agentrl.train": "train", "agentrl.agent": AGENTS}
@@ -52,7 +52,7 @@ def route_job(name: str, args: Any, kwargs: Any, options: Any, task: Any = None,
 
 @Once
 def own_queue() -> str:
-    """Return the name of the queue that only this process reads, for calls in its sessions."""
+    """Return the name of the queue that only this process reads. It is for tool calls in the sessions of this process."""
     host = re.sub(r"[^a-z0-9.-]", "-", socket.gethostname().lower()).strip(".-")[:32] or "host"
     return f"tools.{host}-{os.getpid()}-{uuid4().hex[:8]}"
 
@@ -67,7 +67,9 @@ def row_id(value: object) -> int:
 
 
 def make_app(where: Settings) -> Celery:
-    """Create the app for these settings. Without any one of the options, chords break after a fault that a test shows."""
+    """Create the app for these settings. Each of the options is necessary: without it, a fault exists after which chords break.
+    A test shows each of these faults.
+    """
     app = Celery("agentrl")
     app.conf.update(
         **_broker_options(where),
@@ -130,7 +132,7 @@ def use_broker(where: Settings) -> None:
 
 
 def log_service_loss(sender: Any = None, exception: BaseException | None = None, **context: Any) -> None:
-    """Log one line when a job fails because a service is away. The jobs declare `throws`, so Celery adds no traceback."""
+    """If a job fails because a service does not answer, log one line. Celery logs no traceback: the jobs declare `throws`."""
     if isinstance(exception, ServiceError):
         getLogger("agentrl.app").warning("%s gave up: %s", getattr(sender, "name", "a job"), exception)
 

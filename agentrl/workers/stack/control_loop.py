@@ -1,8 +1,8 @@
 """The control loop. Every few seconds, it reads the rows and sends the messages that are missing. A lease ensures that only one
 control loop is active.
 
-The loop keeps no state in memory. So another process can continue its work if it is killed. It handles lost messages, lost
-workers, a lost Redis and a lost control loop in the same way.
+The loop keeps no state in memory. So if the loop is killed, another process can continue its work. It handles lost messages,
+lost workers, a lost Redis and a lost control loop in the same way.
 """
 
 from logging import getLogger
@@ -23,7 +23,7 @@ log = getLogger("agentrl.control")
 
 
 def run() -> None:
-    """Call `tick` at each interval until the process is asked to stop."""
+    """Call `tick` every few seconds until the process is asked to stop."""
     processes, notifier, recorder = ReportProcesses(), Notifier(settings()), MachineRecorder()
     recorder.start()
     try:
@@ -52,7 +52,9 @@ def tick() -> int | None:
 
 
 def send_missing() -> int:
-    """Send the missing messages and return their number. Other processes may send them too: a duplicate changes nothing."""
+    """Send the missing messages and return their number. Other processes may send the same messages too: a duplicate causes no
+    harm.
+    """
     db = database()
     actions = plan(control_reads.snapshot(db, settings().lease_seconds))
     for action in actions:

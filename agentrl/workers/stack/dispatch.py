@@ -1,5 +1,5 @@
 """Sends all messages: an iteration as a chord, single rollout jobs, the train job, a tool call, an agent. After a message was
-sent, its row records the send. The control loop repeats lost messages.
+sent, the row of its work records the send. The control loop sends lost messages again.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ from agentrl.workflow.store.tool_calls import lost_calls
 
 NO_REPLY = ""
 MAX_SENDS = 5
-"""The number of sends after which a tool call is not sent again. A call that was sent so often may be killing its workers; its
-rollout stops waiting after a while.
+"""The number of sends after which a tool call is not sent again. A call that was sent so often may be killing its workers. Its
+rollout stops waiting for the call after a while.
 """
 
 
@@ -66,7 +66,9 @@ def send_train(db: Database, iteration: int) -> None:
 
 
 def send_calls_again(db: Database) -> None:
-    """Send the tool calls again that a lost tools worker may have received. Their rollouts find the results in the rows."""
+    """Send the tool calls again that a lost tools worker may have received. The rollouts of these calls find the results in the
+    rows.
+    """
     for call in lost_calls(db, MAX_SENDS):
         send_call(call, NO_REPLY)
 

@@ -24,8 +24,8 @@ from agentrl.workflow.settings import Settings, digest
 
 START_SECONDS = 20.0
 ASKED_SECONDS = 20.0
-"""The time that a command has to write its run after it has requested the stack, in seconds. During this time the stack is not
-regarded as idle.
+"""The time, in seconds, that a command has to write its run after it has requested the stack. During this time, the stack does
+not count as idle.
 """
 STOP_SECONDS = 40.0
 ALWAYS_COMPARED = ("AGENTRL_DATABASE_URL", "AGENTRL_AGENTS")
@@ -34,7 +34,7 @@ databases or run a different number of agents at a time.
 """
 
 PATH_VARIABLES = ("PYTHONPATH", "PWD")
-"""Variables that decide where modules are found."""
+"""The environment variables that decide where Python finds modules."""
 
 
 def log_file(where: Settings, role: str) -> Path:
@@ -61,10 +61,10 @@ def end_orphaned_redis(where: Settings) -> None:
 
 
 def ensure_running(where: Settings, stay: bool = False, separate: bool = False) -> bool:
-    """Start the embedded stack unless it is running, and return whether this call started it. A stack that is stopping is
-    awaited first. With `stay`, the stack stops only on request. With `separate`, rollout and train are separate processes.
-    Raise ServiceError if the stack does not start, or the broker of the settings does not answer. Raise ConfigError if separate
-    processes are impossible, or the running stack does not have them.
+    """Start the embedded stack unless it is running, and return whether this call started it. If a stack is stopping, first
+    wait until it has stopped. If `stay` is true, the stack stops only on request. If `separate` is true, rollout and train are
+    separate processes. Raise ServiceError if the stack does not start, or the broker of the settings does not answer. Raise
+    ConfigError if separate processes are impossible, or the running stack does not have them.
     """
     if where.broker_url:
         broker.require_broker(where)
@@ -90,7 +90,7 @@ def ensure_running(where: Settings, stay: bool = False, separate: bool = False) 
 
 def check_separate(where: Settings, separate: bool) -> None:
     """If `separate` is true, check that rollout and train can be separate processes. Raise ConfigError if the broker is in
-    memory, or the running stack has one process for both; the message says what to type.
+    memory, or if rollout and train share a process in the running stack; the message says what to type.
     """
     if separate and broker.is_in_memory(where):
         raise no_overlap_error(f"Without a server all workers are one process. {broker.server_hint()}")
@@ -121,15 +121,15 @@ def stop(where: Settings) -> bool:
     deadline = time.monotonic() + STOP_SECONDS + 10
     while find_supervisor(where) is not None:
         if time.monotonic() > deadline:
-            raise ServiceError(f"The supervisor {pid} did not stop.", f"kill -9 {pid}")
+            raise ServiceError(f"The supervisor (pid {pid}) did not stop.", f"Kill it: kill -9 {pid}")
         time.sleep(0.05)
     return True
 
 
 def restart(where: Settings, separate: bool = False) -> None:
     """Restart the stack with the environment of this process. If the old stack had `stay` or separate processes, the new stack
-    has them too. With `separate`, it always has separate processes. Raise ServiceError or ConfigError if the stack cannot be
-    started; see `ensure_running`.
+    has them too. If `separate` is true, the new stack always has separate processes. Raise ServiceError or ConfigError if the
+    stack cannot be started; see `ensure_running`.
     """
     before, stay = read_state(where), stay_file(where).exists()
     stop(where)
@@ -168,7 +168,9 @@ def stay_file(where: Settings) -> Path:
 
 
 def agents_file(where: Settings) -> Path:
-    """Return the path of the file `agents`. If it exists, the stack runs an agents worker before a stored run needs one."""
+    """Return the path of the file `agents`. While that file exists, the stack runs an agents worker even if no stored run needs
+    one yet.
+    """
     return where.stack_dir / "agents"
 
 

@@ -14,7 +14,9 @@ log = getLogger("agentrl.heartbeat")
 
 @dataclass
 class Heartbeat:
-    """A thread that renews this process's leases. If another worker has taken over a claim, it calls `lost`."""
+    """A thread that renews this process's leases. If another worker has taken over a claim, the thread calls the function
+    `lost` of that claim.
+    """
 
     db: Database
     lease_seconds: float

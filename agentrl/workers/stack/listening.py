@@ -1,4 +1,6 @@
-"""The listening sockets of HTTP servers such as the endpoint: binding a socket, passing it to another process, and its URL."""
+"""The listening sockets of HTTP servers such as the endpoint: how a socket is bound, passed to another process, and turned into
+a URL.
+"""
 
 import socket
 from ipaddress import ip_address
@@ -23,7 +25,7 @@ def bind(host: str, port: int, hint: str = "Set AGENTRL_ENDPOINT_PORT to a free 
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ServiceError(f"Cannot listen at {host!r:.100}: {error}.", "Name an address of this host.") from error
+        raise ServiceError(f"Cannot listen at {host!r:.100}: {error}.", "Use an address of this host.") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Connections inherit it, so that a client that vanished is noticed.
@@ -45,7 +47,7 @@ def is_loopback(listening: socket.socket) -> bool:
 
 
 def url_of(listening: socket.socket) -> str:
-    """Return the URL of a listening socket. If it listens on all addresses, the URL has this host's name."""
+    """Return the URL of a listening socket. If the socket listens on all addresses, the URL contains this host's name."""
     host, port = listening.getsockname()[:2]
     address = ip_address(host.partition("%")[0])
     if address.is_unspecified:

@@ -1,8 +1,8 @@
 """Measures the load of this host, and writes it to the database every few seconds while runs run.
 
-The process that is the control loop writes the rows of its host, with the waiting work and the tokens of all hosts. On another
-host, its rollout and train workers write; one of them per row. The work is done in a thread of its own. So neither a slow
-database nor a driver that hangs delays the process.
+The process that is the control loop writes the rows of its host. These rows also have the waiting work and the tokens of all
+hosts. On every other host, the rollout and train workers write the rows; each row is written by one of them. A separate thread
+measures and writes, so neither a slow database nor a driver that hangs delays the process.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ class _Memory(ctypes.Structure):
 
 
 class LoadMeter:
-    """Measures the load of this host. The share of busy processors is that since the previous measurement."""
+    """Measures the load of this host. The share of busy processors is measured since the previous call of `measure`."""
 
     def __init__(self) -> None:
         self._ticks = _read_ticks()
@@ -85,7 +85,9 @@ class MachineRecorder:
                 self._failed = False
 
     def record(self) -> bool:
-        """Write a row. Return False without one: no run is running, or another process of this host writes the row."""
+        """Write a row. Return False if no row was written, because no run is running or another process of this host writes the
+        row.
+        """
         db, own, host = database(), worker_name(), socket.gethostname()
         holder = leases.service_holder(db, "control") or ""
         if (holder != own and holder.rpartition(":")[0] == host) or not machine_loads.is_some_run_at_work(db):

@@ -1,5 +1,5 @@
-"""The route `/metrics` of a process, in Prometheus' text format. It shows the state of the process and, in the control loop, of
-all work.
+"""The route `/metrics` of a process, in Prometheus' text format. The route shows the state of the process. In the control
+loop's process, it also shows the state of all work.
 """
 
 import os
@@ -123,8 +123,8 @@ def port_of(where: Settings, roles: Sequence[str]) -> int:
 
 def serve_metrics(where: Settings, roles: Sequence[str], db: Callable[[], Database]) -> ThreadingHTTPServer | None:
     """Serve `/metrics` in threads of this process if a port is set. If the port is in use, log a warning and return None.
-    `roles` are the roles of this process. `db` is the function that returns the database. Only the control loop calls it, for
-    the metrics of all work.
+    `roles` are the roles of this process. `db` is the function that returns the database. It is called only in the control
+    loop's process, for the metrics of all work.
     """
     port = port_of(where, roles)
     if not port:
@@ -132,7 +132,7 @@ def serve_metrics(where: Settings, roles: Sequence[str], db: Callable[[], Databa
     collectors = [collect_process, *((lambda: collect_work(db()),) if "control" in roles else ())]
 
     class Handler(_Handler):
-        """A handler for this process."""
+        """The HTTP handler for `/metrics` of this process."""
 
         def collect(self) -> str:
             return render(metric for collect in (*collectors, *_collectors) for metric in collect())

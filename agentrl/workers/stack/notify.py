@@ -1,7 +1,8 @@
-"""Notifications when a run ends and when it waits: a request to AGENTRL_NOTIFY_URL, a start of AGENTRL_NOTIFY_COMMAND, or both.
+"""Notifications when a run ends or waits. A notification is a request to AGENTRL_NOTIFY_URL, a start of AGENTRL_NOTIFY_COMMAND,
+or both.
 
-The control loop reads them from the runs' events, and sends them in a thread. The database records the last event that was
-sent, so each event is sent at least once. After MAX_ATTEMPTS failures, an event is skipped.
+The control loop reads the events of the runs, and sends the notifications in a thread. The database records the last event that
+was sent, so each event is sent at least once. After MAX_ATTEMPTS failures, an event is skipped.
 """
 
 import json
@@ -25,7 +26,7 @@ URL_SECONDS, COMMAND_SECONDS = 10.0, 60.0
 
 
 class Notifier:
-    """The sender of notifications. It sends new events one after the other."""
+    """The sender of notifications. It sends the notifications of new events one after the other."""
 
     def __init__(self, where: Settings) -> None:
         self._url, self._command = where.notify_url, shlex.split(where.notify_command)

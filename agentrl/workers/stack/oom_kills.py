@@ -1,5 +1,5 @@
-"""Counts the processes that the kernel's out-of-memory killer has killed in this process's cgroup. Only the cgroup's counter
-file records these kills.
+"""Counts the processes that the kernel's out-of-memory killer has killed in this process's cgroup. These kills are recorded
+only in the counter file of the cgroup.
 """
 
 from collections.abc import Iterator

@@ -47,7 +47,9 @@ def missing_control_hints(db: Database) -> list[str]:
 
 
 def find_endpoint_url(db: Database) -> str | None:
-    """Return the endpoint's URL for agents, without `/v1`; None without an endpoint. AGENTRL_ENDPOINT_URL comes first."""
+    """Return the endpoint's URL for agents, without `/v1`; None if no endpoint runs. If AGENTRL_ENDPOINT_URL is set, return
+    that URL.
+    """
     return settings().endpoint_url.rstrip("/") or leases.service_holder(db, ENDPOINT)
 
 

@@ -1,4 +1,4 @@
-"""The singletons of a worker process: its name, its database, its heartbeat, and the request to stop."""
+"""The objects that a worker process has once: its name, its database, its heartbeat, and the request to stop."""
 
 import json
 import os
@@ -51,13 +51,13 @@ def worker_name() -> str:
 
 
 def claim_name() -> str:
-    """Return a new name for a claim of this process, `host:pid/N`. Rows store it as the name of their holder."""
+    """Return a new name for a claim of this process, `host:pid/N`. A claimed row stores this name as its holder."""
     return f"{worker_name()}/{uuid4().hex[:8]}"
 
 
 def confirm_base(run: int, policy: "Policy") -> None:
-    """Check that the base model in memory is that of the run. The first worker that loads the run's base records the base's
-    hashes.
+    """Check that the base model in memory is the base model of the run. The first worker that loads the run's base records the
+    base's hashes.
 
     If AGENTRL_DEVICE is `auto` and the model is on the CPU because a GPU failed earlier, write this to the run's events and the
     log. Raise ModelError if the run uses another base model.
@@ -68,14 +68,14 @@ def confirm_base(run: int, policy: "Policy") -> None:
 
 
 def base_hashes(policy: "Policy") -> dict[str, str]:
-    """Return the hashes of the base's tokenizer, chat template and, if there is any, own code."""
+    """Return the hashes of the base model's tokenizer and chat template, and of its own code if it has any."""
     hashes = {"tokenizer": policy.chat.tokenizer_hash, "template": policy.chat.template_hash}
     return hashes | ({"code": policy.code_hash} if policy.code_hash else {})
 
 
 def refuse_overlap(config: RunConfig) -> None:
-    """Check that this process can work for the run: rollouts that continue during updates need separate processes. Raise
-    ConfigError if rollouts of the run continue during updates, but this process does both; the message says what to start
+    """Check that this process can work for the run. If rollouts of the run continue during updates (`rollout.max_staleness`),
+    rollout and train must be separate processes. Raise ConfigError if this process does both; the message says what to start
     instead.
     """
     if shared.is_set() and config.rollout.max_staleness:
@@ -103,7 +103,9 @@ def _report_cpu(run: int) -> None:
 
 
 def write_when_possible(write: Callable[[], object]) -> None:
-    """Repeat a write until the database accepts it, or the process stops. Otherwise a claim would count as lost."""
+    """Repeat a write until the database accepts the write or the process stops. If the write were given up earlier, a claim
+    would count as lost.
+    """
     while True:
         try:
             write()

@@ -1,7 +1,8 @@
-"""Replies to tool calls. Each rollout process has one Redis list for them, and one thread that reads the list.
+"""Replies to tool calls. Each rollout process has one Redis list for its replies, and one thread that reads the list.
 
-A reply contains the id of a call whose result is in its row. The rollout also polls the row, so a lost reply only delays it. If
-the worker that received a call cannot run it, the reply contains the reason instead. The reason is only shown to the user.
+A reply contains the id of a tool call whose result is stored in the row of the call. The rollout also polls this row, so a lost
+reply only delays the rollout. If the worker that received a call cannot run it, the reply contains the reason instead. The
+reason is only shown to the user.
 """
 
 import math
@@ -56,7 +57,9 @@ class Replies:
             threading.Thread(target=self._run, args=(connect_redis(where),), name="replies", daemon=True).start()
 
     def expect(self, call: int, answered: ReplyCallback) -> None:
-        """Register a call's callback. It gets reasons why workers cannot run the call, and "" when the result is recorded."""
+        """Register a call's callback. The callback receives each reason why a worker cannot run the call, and "" when the
+        result is recorded.
+        """
         self._waiting[call] = answered
 
     def forget(self, call: int) -> None:
@@ -107,14 +110,15 @@ class Waker:
         return connect_redis(self._where)
 
     def wake(self, address: str, call: int, reason: str = "") -> None:
-        """Wake the rollout process that waits for the call. With a `reason`, report why this worker cannot run the call.
+        """Wake the rollout process that waits for the call. If `reason` is not empty, it says why this worker cannot run the
+        call.
 
         If the broker does not answer, nothing is lost, because the rollout process also polls the row. Raise ConfigError if the
         address is not that of a reply list. The check is needed because anyone can write a message, and Redis has other lists
         too.
         """
         if not (isinstance(address, str) and _ADDRESS.fullmatch(address)):
-            raise ConfigError(f"A tool call names {address!r:.100}, which is no Redis list for replies.")
+            raise ConfigError(f"A tool call names {address!r:.100}, which is not a Redis list for replies.")
         if address in _local_lists:
             _local_lists[address].answer(call, reason[:MAX_REASON])
             return

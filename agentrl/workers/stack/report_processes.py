@@ -22,7 +22,9 @@ from agentrl.workflow.store.run_reports import TrackerReport
 
 log = getLogger("agentrl.reports")
 FAILED = 70
-"""The exit code of a process that has recorded the cause of its failure itself. Python's own exit code after an error is 1."""
+"""The exit code of a process that has recorded the cause of its failure itself. It differs from 1, Python's exit code after an
+error.
+"""
 CLAIM = "AGENTRL_REPORT_CLAIM"
 """The environment variable by which the processes that a tracker started are found."""
 MAX_PROCESSES = 8
@@ -37,7 +39,7 @@ class ReportProcess:
     """A process that writes a report. When it ends, all processes that its tracker started are killed, even those in other
     sessions.
 
-    Otherwise, such a process could send a step that the next report process sends too.
+    A surviving process of the tracker could send a step that the next report process sends too.
     """
 
     def __init__(self, report: TrackerReport, output: int | None = None) -> None:
@@ -54,7 +56,7 @@ class ReportProcess:
         failure that it did not record itself.
 
         Returns:
-            None while the process is running; then whether it has written its report.
+            None while the process is running. After its end, True if it has written its report, else False.
         """
         code = self.process.poll()
         if code is None:

@@ -1,8 +1,8 @@
 """The program of a process that writes one run to one tracker: `python -m agentrl.workers.stack.reporter RUN_ID TRACKER CLAIM`.
 
-The process reads rows, and holds no transaction while it waits for the tracker. At its start, it asks the tracker which steps
-the tracker already has. So a process that replaces a killed one neither repeats nor omits a step. If the tracker hangs, SIGALRM
-ends the process.
+The process reads database rows, and holds no transaction while it waits for the tracker. At its start, it asks the tracker
+which steps the tracker already has. So a process that replaces a killed one neither repeats nor omits a step. If the tracker
+hangs, SIGALRM ends the process.
 """
 
 import os

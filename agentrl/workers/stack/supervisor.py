@@ -1,11 +1,11 @@
 """The supervisor: one process that runs a private Redis and the workers on this machine.
 
-It restarts dead processes with back-off, and sends the calls of a dead tools worker again. Started by `submit`, it stops some
-time after the last run has ended. If `AGENTRL_BROKER_URL` is set, it starts no Redis. Rollout and train share one process and
-one copy of the base, except with `--separate`.
+The supervisor restarts dead processes with back-off, and sends the calls of a dead tools worker again. If `submit` started the
+supervisor, it stops some time after the last run has ended. If `AGENTRL_BROKER_URL` is set, it starts no Redis. Rollout and
+train share one process and one copy of the base, except with `--separate`.
 
-If a run has an agent, it also starts an endpoint and, unless the agent runs elsewhere, an agents worker. It owns the endpoint's
-listening socket, so clients of a restarted endpoint wait in the backlog.
+If a run has an agent, the supervisor also starts an endpoint and, unless the agent runs elsewhere, an agents worker. The
+supervisor owns the endpoint's listening socket, so clients of a restarted endpoint wait in the backlog.
 """
 
 import os
@@ -34,14 +34,15 @@ log = getLogger("agentrl.supervisor")
 WORKERS = ("rollout,train", "tools", "control")
 SEPARATE = ("rollout", "train", "tools", "control")
 CALM_SECONDS = 30.0
-"""The shortest life of a process, in seconds, after which it is restarted without a wait. After a shorter life, the wait
-doubles each time.
+"""The shortest time, in seconds, for which a process must have run to be restarted without a wait. If it ran for a shorter
+time, the wait doubles each time.
 """
 CALM_SECONDS_OF_ENDPOINT = 1.0
-"""The same limit for the endpoint, in seconds. It is lower because the endpoint starts quickly and agents wait for it."""
+"""The same limit for the endpoint, in seconds. The limit is lower because the endpoint starts quickly and agents wait for it.
+"""
 MAX_BACKOFF = 30.0
-"""The longest wait before a restart, in seconds. If half a lease is shorter, that is the longest wait: the claims of the dead
-process can be taken over after a lease.
+"""The longest wait before a restart, in seconds. If half a lease is shorter, the longest wait is half a lease, because other
+workers can take over the claims of the dead process after a lease.
 """
 
 
@@ -67,7 +68,9 @@ class SupervisedProcess:
 
 
 class Supervisor:
-    """The parent of the workers: restarts them until it is stopped or, without the file `stay`, was idle for long."""
+    """The parent of the workers. It restarts them until it is stopped. If the file `stay` does not exist, it also stops after
+    it was idle for long.
+    """
 
     def __init__(self, where: Settings, separate: bool = False) -> None:
         self.where = where

@@ -1,5 +1,5 @@
-"""kombu's Redis transport with three corrections: an invalid message does not end the worker; neither does a job whose
-connection was closed; and one Redis client serves all commands, which saves a fifth of the time per message.
+"""kombu's Redis transport with three corrections. An invalid message does not end the worker. A job whose connection was closed
+does not end the worker either. One Redis client serves all commands, which saves a fifth of the time per message.
 """
 
 from logging import getLogger

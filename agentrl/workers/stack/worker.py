@@ -1,4 +1,4 @@
-"""A worker process: `python -m agentrl.workers.stack.worker rollout,train`. `agentrl worker` runs this too."""
+"""A worker process: `python -m agentrl.workers.stack.worker rollout,train`. `agentrl worker` runs this module too."""
 
 import logging
 import os
@@ -38,7 +38,9 @@ MODULES = {
     "endpoint": "agentrl.workers.serving.endpoint",
     "fit": "agentrl.workers.requests.requirements",
 }
-"""The module with the job of each role. The entry `fit` is the check that workers make before a run is written."""
+"""The module with the job of each role. The entry `fit` is not a role: its module checks whether this worker can run a run,
+before the run is written.
+"""
 
 SUPERVISOR = "AGENTRL_SUPERVISOR"
 """The environment variable with the pid of the supervisor. The supervisor's workers end after that process has ended."""
@@ -48,7 +50,7 @@ ORPHAN_SECONDS = 40.0
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """The environment variables that configure torch's allocator: the name since torch 2.9 first, then the older names. If an older
-one is set, torch uses that one.
+name is set, torch uses its value.
 """
 
 SWITCH_SECONDS = 0.0005
@@ -58,8 +60,8 @@ without that thread. A tool call took five times as long too.
 """
 
 CONCURRENCY = {"rollout": 16, "tools": 64, "train": 1}
-"""The number of threads for each queue. A rollout job mostly waits for the engine, and a tool call for its tool. For agents,
-the number is a setting.
+"""The number of threads for each queue. The numbers are high because a rollout job mostly waits for the engine, and a tool call
+for its tool. For agents, the number is a setting.
 """
 
 
@@ -190,8 +192,8 @@ def _run_queues(roles: list[str], concurrency: int) -> None:
 
 
 def make_worker(roles: list[str], concurrency: int, kind: str = "Worker", **more: Any) -> "Worker":
-    """Return a Celery worker for these roles. It has threads, because one engine and one base serve all jobs. The class
-    `WorkController` leaves the process's signals, output and logging unchanged.
+    """Return a Celery worker for these roles. The worker uses threads, because one engine and one base serve all jobs. With the
+    class `WorkController`, the worker leaves the process's signals, output and logging unchanged.
     """
     from kombu import Queue
 
@@ -220,8 +222,8 @@ def run_together(idle: Callable[[], bool], tend: Callable[[], bool]) -> None:
     """Run all roles in this process, with a broker in memory, until `idle()` returns True. Only the endpoint is a separate
     process, because it needs no broker.
 
-    Tools and agents have workers with threads of their own, because rollouts wait for them and could occupy all threads. The
-    worker of agents starts when `tend()` returns True: a run has an agent. `tend()` is called every second.
+    Tools and agents have workers with threads of their own, because rollouts wait for them and could occupy all threads.
+    `tend()` is called every second. When it returns True, a run has an agent, and the worker of agents starts.
     """
     from celery.app.trace import setup_worker_optimizations
 

@@ -25,7 +25,7 @@ GAIN = ("first", "second", "difference", "low", "high", "interval_by", "p_value"
 
 
 class EpisodeAnnotation(BaseModel):
-    """An annotation by an agent, a tool or a hook. `cut` has the full lengths of shortened values, in characters."""
+    """An annotation that an agent, a tool or a hook wrote. `cut` has the full lengths of shortened values, in characters."""
 
     id: int
     run: str
@@ -50,7 +50,7 @@ class AnnotationsPage(BaseModel):
 
 
 class Gain(BaseModel):
-    """The gain of a prompt search on the same tasks: `first` with the initial texts, `second` with the best ones."""
+    """The gain of a prompt search, measured on the same tasks: `first` with the initial texts, `second` with the best texts."""
 
     first: float | None
     second: float | None
@@ -67,7 +67,7 @@ class Gain(BaseModel):
 
 
 class PromptVersion(BaseModel):
-    """A version of a prompt. Its rewards are null if it has too many groups to read."""
+    """A version of a prompt. The rewards are null if the version has too many groups to read."""
 
     id: int
     run: str
@@ -94,8 +94,9 @@ class PromptsAnswer(BaseModel):
 
 
 class TreeCandidate(BaseModel):
-    """A candidate of a search. `score` is its mean reward on `tasks` tasks, by which the search compared candidates; `held_out`
-    that on held-out tasks. `group` is its first group. `difference` is the beginning of what differs from the parent's text.
+    """A candidate of a search. `score` is its mean reward on `tasks` tasks; the search compares candidates by it. `held_out` is
+    its mean reward on held-out tasks. `group` is its first group. `difference` is the beginning of the difference between its
+    text and its parent's text.
     """
 
     number: int
@@ -188,7 +189,7 @@ def read_search(store: Store, run: int) -> Response:
 
 @router.get("/runs/{run}/search/{number}", response_model=CandidateAnswer)
 def read_candidate(store: Store, run: int, number: int) -> Response:
-    """Return a candidate of a search: its texts, what differs from its parent's, and what the critic said."""
+    """Return a candidate of a search: its texts, their differences from the parent's texts, and the critic's responses."""
     origin = store.ask_about_run(run, lambda tx, name: search_tree.load_candidate(tx, name, number))
     texts = [
         {

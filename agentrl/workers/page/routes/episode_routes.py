@@ -14,12 +14,12 @@ from agentrl.workers.page.shown.whole_episode import load_episode_answer
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads.turn_rows import MAX_PATH, load_text
 
-CUT = "The characters, in all, of those of its texts that are cut, by name"
-OF = "The path of each cut text, for /api/episodes/{id}/text"
+CUT = "The full lengths of the shortened texts, in characters, by name"
+OF = "The paths of the shortened texts, by name. /api/episodes/{id}/text returns the full text of a path."
 
 
 class ShownRow(BaseModel):
-    """A row whose long texts are shortened."""
+    """An object made from a database row. Its long texts are shortened."""
 
     model_config = ConfigDict(extra="allow")
     cut: dict[str, int] | None = Field(None, description=CUT)
@@ -27,7 +27,7 @@ class ShownRow(BaseModel):
 
 
 class ShownMessage(ShownRow):
-    """A message. `edited`: a tool message that differs from the results of the calls of the turn before it."""
+    """A message. `edited` is true for a tool message that differs from every result of the turn before it."""
 
     role: str
     content: str
@@ -48,7 +48,7 @@ class ShownTask(ShownRow):
 
 
 class ShownCall(ShownRow):
-    """A tool call. `queue_seconds` is its waiting time; `loose`: the model wrote it as bare JSON."""
+    """A tool call. `queue_seconds` is its waiting time. `loose` is true if the model wrote the call as bare JSON."""
 
     id: int
     call: int
@@ -74,7 +74,7 @@ class ShownCall(ShownRow):
 
 
 class ShownAnnotation(ShownRow):
-    """An annotation by an agent, a tool or a hook."""
+    """An annotation that an agent, a tool or a hook wrote."""
 
     id: int
     step: int | None
@@ -98,10 +98,10 @@ class StepReward(BaseModel):
 class TurnAnswer(ShownRow):
     """A turn of the policy.
 
-    `messages`: the messages that are new in its prompt, without those that repeat the result of a call. `shared_messages`: for
-    the first turn of a chain that begins inside another chain, the number of messages that it shares. `equal`: the number of
-    turns with the same tokens, if there are several. `inherited`: the turn was taken from the parent of a fork. `trains`:
-    an update of this episode also trains on this turn.
+    `messages` are the messages that are new in the turn's prompt, without those that repeat the result of a call. If a chain
+    begins inside another chain, `shared_messages` of its first turn is the number of messages that the two chains share.
+    `equal` is the number of turns with the same tokens, if there are several. `inherited` is true if the turn was taken from
+    the parent of a fork. `trains` is true if an update on this episode trains on this turn.
     """
 
     step: int
@@ -147,7 +147,7 @@ class ShownChain(BaseModel):
 
 
 class Advantage(BaseModel):
-    """How an episode's advantage follows from `numbers`. `agrees`: it equals the value that the update recorded."""
+    """How an episode's advantage follows from `numbers`. `agrees` is true if it equals the value that the update recorded."""
 
     value: float | None
     how: str
@@ -164,7 +164,7 @@ class Advantage(BaseModel):
 
 
 class ForkedEpisode(BaseModel):
-    """An episode that continues from a step of this one."""
+    """An episode that was forked from a step of this episode."""
 
     id: int
     run: str
@@ -182,7 +182,7 @@ class Beside(BaseModel):
 
 
 class Parent(BaseModel):
-    """The episode from which this one was forked, and the first step that is not the parent's."""
+    """The episode from which this episode was forked, and the first step that is not inherited from it."""
 
     id: int
     step: int | None
@@ -225,7 +225,9 @@ class TextPart(BaseModel):
 
 
 class Segment(BaseModel):
-    """Consecutive tokens of one kind and one step, from `start` to before `end`. `why_not`: why sampled tokens do not train."""
+    """Consecutive tokens of one kind and one step, from `start` to before `end`. `why_not` says why no update trains on sampled
+    tokens.
+    """
 
     start: int
     end: int

@@ -57,7 +57,7 @@ class Measures(BaseModel):
 
 
 class ComparedTask(BaseModel):
-    """A task with its mean reward on both sides, and the first episode of each side."""
+    """A task with its mean reward in A and in B, and the first episode of each."""
 
     task_id: int
     task: str
@@ -72,7 +72,9 @@ class ComparedTask(BaseModel):
 
 
 class Comparison(BaseModel):
-    """A comparison of two evaluations. `measures` is null if rewards differ, `right` if no rule decides what is right."""
+    """A comparison of two evaluations. `measures` is null if the rewards differ. `right` is null if no rule decides which
+    episodes are right.
+    """
 
     a: Side
     b: Side
@@ -94,7 +96,9 @@ def list_evals(
     size: Annotated[int, Query(ge=1, le=1000)] = 100,
     cursor: str = "",
 ) -> Response:
-    """Return evaluations by measured version. `measures` selects those of a run's policies, by name or number."""
+    """Return evaluations, by default ordered by the measured version. With `measures`, the name or number of a run, return only
+    the evaluations of that run's policies.
+    """
     chosen = EvalFilter(of_policies=measures or None, dataset=dataset, split=split, status=status)
     page = eval_results.list_evals(store, chosen, Paging(size=size, cursor=cursor, sort=sort))
     return answer({"rows": cut_rows(page.rows), "next": page.next})
@@ -102,7 +106,9 @@ def list_evals(
 
 @router.get("/compare", response_model=Comparison)
 def compare(store: Store, a: int, b: int) -> Response:
-    """Compare two evaluations, given by the numbers of their runs, task by task: B - A, interval, p-value."""
+    """Compare two evaluations, given by the numbers of their runs, task by task: the difference B - A, its interval and
+    p-value.
+    """
 
     def both(tx: DriverTransaction) -> dict[str, Any]:
         sides = load_sides(tx, _find_eval(tx, a), _find_eval(tx, b))
@@ -127,7 +133,7 @@ def _find_eval(tx: DriverTransaction, run: int) -> Mapping[str, Any]:
     name = run_rows.run_name(tx, run)
     evals = eval_results.find_evals(tx, name)
     if not evals:
-        raise StateError(f"There is no evaluation {name!r}.", "Pass two of the evaluations in /api/evals.")
+        raise StateError(f"There is no evaluation {name!r}.", "Pass the run numbers of two evaluations that /api/evals lists.")
     return evals[0]
 
 

@@ -18,14 +18,14 @@ router = APIRouter(prefix="/api", tags=["groups"])
 
 
 class Extreme(BaseModel):
-    """An episode and its reward."""
+    """The episode with a task's highest or lowest reward, and this reward."""
 
     episode: int
     reward: float
 
 
 class ListedTask(BaseModel):
-    """A task over the iterations. Each of its `points` is [iteration, mean reward of a group]."""
+    """A task and its groups in all iterations. Each of its `points` is [iteration, mean reward of a group]."""
 
     task_id: int
     task: str
@@ -46,7 +46,7 @@ class ListedTask(BaseModel):
 
 
 class TasksAnswer(BaseModel):
-    """A page of tasks. `left_out` is the number of their newest groups that have too many episodes to read."""
+    """A page of tasks. `left_out` is the number of the tasks' newest groups that have too many episodes to read."""
 
     rows: list[ListedTask]
     next: str
@@ -111,7 +111,9 @@ def _cut_message(message: Any) -> Any:
 
 
 class SiblingText(ShownRow):
-    """A text of an episode. It is a message of the prompt (`message`), a turn (`sampled`) or the result of a call (`tool`)."""
+    """A text of an episode. Its `kind` is `message` (a message of the prompt), `sampled` (a turn) or `tool` (the result of a
+    call).
+    """
 
     step: int
     kind: str
@@ -130,8 +132,8 @@ class Sibling(BaseModel):
 
 
 class PartingAt(BaseModel):
-    """The place where an episode leaves the tokens that all episodes share: its token there, the text that follows, and the
-    place from which no other episode has the same tokens (`alone_from`).
+    """The first position at which the episode's tokens are no longer those that all episodes share: the episode's token there,
+    the text that follows, and the position from which no other episode has the same tokens (`alone_from`).
     """
 
     episode: int
@@ -147,8 +149,8 @@ class PartingAt(BaseModel):
 
 
 class Branch(BaseModel):
-    """A part of the tree of tokens: `from_token` to `to_token` - 1. The branch's episodes have these and all earlier tokens in
-    common.
+    """A branch of the tree of tokens: the tokens at the positions `from_token` to `to_token` - 1. The branch's episodes have
+    these tokens and all earlier tokens in common.
     """
 
     from_token: int
@@ -184,7 +186,7 @@ class WholeGroup(BaseModel):
 
 @router.get("/groups/{group}", response_model=WholeGroup)
 def read_group(store: Store, group: int) -> Response:
-    """Return a group: its episodes in short, the explanations of their advantages, and where they diverge."""
+    """Return a group: a summary of each episode, the explanations of the advantages, and where the episodes diverge."""
     group_answer = store.ask(lambda tx: load_group_answer(tx, group))
     texts = find_texts(store.settings, group_answer.base)
     if not texts.sure and group_answer.shapes:

@@ -50,8 +50,8 @@ class ListedRun(BaseModel):
 
 
 class RunWithConfig(ListedRun):
-    """A run in a list, with `config`: its values of the keys that were asked for, long ones shortened. Runs of the same `alike`
-    differ in nothing but the seed.
+    """A run in a list. `config` has its values of the requested config keys; long values are shortened. Runs with the same
+    `alike` differ only in the seed.
     """
 
     config: dict[str, Any]
@@ -83,7 +83,7 @@ class Note(BaseModel):
 
 
 class SourceRun(BaseModel):
-    """A run from which this run comes."""
+    """A run from which this run is derived. `what` says what this run uses of the other run."""
 
     id: int
     run: str
@@ -91,20 +91,20 @@ class SourceRun(BaseModel):
 
 
 class ChildRun(SourceRun):
-    """A run that comes from this run."""
+    """A run that is derived from this run. `what` says what the other run uses of this run."""
 
     kind: str
 
 
 class TroubleAnswer(BaseModel):
-    """Something that is off, in a sentence, and the command to type."""
+    """A sentence about a problem of the run, and the command to type."""
 
     text: str
     command: str
 
 
 class WholeRun(BaseModel):
-    """A run. `typed` is its name on a command line. `progress` is empty without an open iteration."""
+    """A run. `typed` is its name or number, as a command line accepts it. `progress` is empty if no iteration is open."""
 
     run: ListedRun
     typed: str
@@ -126,7 +126,9 @@ class WholeRun(BaseModel):
 
 
 class CurvesAnswer(BaseModel):
-    """Curves: a row per iteration, a value per column. `more`: ask again with `after` = the last row's iteration."""
+    """Curves: one row per iteration, with one value per column. If `more` is true, ask again with `after` = the last row's
+    iteration.
+    """
 
     columns: list[str]
     meanings: dict[str, str]
@@ -162,7 +164,7 @@ class FailedCall(BaseModel):
 
 
 class EvidenceRow(BaseModel):
-    """An episode: the columns of v_episodes, and what shows what happened in it."""
+    """An episode: the columns of v_episodes, its rewards, and its first failed call, which show what happened in it."""
 
     model_config = ConfigDict(extra="allow")
     id: int
@@ -186,7 +188,7 @@ class TaskDifference(BaseModel):
 
 
 class Difference(BaseModel):
-    """A value of the config (`key`) or a number (`name`) of two runs."""
+    """A config value (with `key`) or a number (with `name`) in which two runs differ."""
 
     model_config = ConfigDict(extra="allow")
     one: Any
@@ -194,7 +196,7 @@ class Difference(BaseModel):
 
 
 class DifferencesAnswer(BaseModel):
-    """How two runs differ. `shared`: the number of tasks that both sampled."""
+    """How two runs differ. `shared` is the number of tasks that both runs sampled."""
 
     runs: list[dict[str, Any]]
     config: list[Difference]
@@ -204,7 +206,9 @@ class DifferencesAnswer(BaseModel):
 
 
 class EpisodesPage(BaseModel):
-    """A page of episodes. A search checks `searched` of `total` episodes and may find few; `next` goes on from there."""
+    """A page of episodes. A search checks only `searched` of `total` episodes, so it may find few; the cursor `next` continues
+    the search.
+    """
 
     columns: list[ColumnAnswer]
     rows: list[EvidenceRow]
@@ -214,14 +218,16 @@ class EpisodesPage(BaseModel):
 
 
 class BesideAnswer(BaseModel):
-    """The episodes before and after one in a list; null at an end."""
+    """The episodes before and after an episode in a list; null at the beginning or the end of the list."""
 
     previous: int | None
     next: int | None
 
 
 class ErrorClass(BaseModel):
-    """A class of errors: of calls of a tool (empty: unreadable calls), or of episodes (null)."""
+    """A class of errors. `tool` is the tool whose calls failed, empty for calls that could not be read, and null for errors of
+    episodes.
+    """
 
     error_class: str
     tool: str | None
@@ -230,14 +236,18 @@ class ErrorClass(BaseModel):
 
 
 class LedgerPage(BaseModel):
-    """The outcomes of the episodes of some iterations. `next` is the last iteration's number; empty at the end."""
+    """The outcomes of the episodes of some iterations. `next` is the number of the last of these iterations; empty if no
+    iteration follows.
+    """
 
     rows: list[dict[str, Any]]
     next: int | str
 
 
 class LanesAnswer(BaseModel):
-    """The work of each worker over time; between spans it is idle. `left_out` counts spans beyond the limit."""
+    """The work of each worker over time. Between two spans, the worker is idle. `left_out` is the number of spans beyond the
+    limit.
+    """
 
     lanes: list[dict[str, str]]
     spans: list[dict[str, Any]]
@@ -257,7 +267,9 @@ class IterationAnswer(BaseModel):
 
 
 class ChangesAnswer(BaseModel):
-    """What changed in an iteration, against the iteration before it, and by task against the last time."""
+    """What changed in an iteration: compared with the iteration before it, and for each task compared with the task's previous
+    group.
+    """
 
     before: int | None
     numbers: list[dict[str, Any]]
@@ -312,7 +324,7 @@ def _runs(tx: DriverTransaction, chosen: RunFilter, paging: Paging, keys: Sequen
 
 @router.get("/runs/{run}", response_model=WholeRun)
 def read_run(store: Store, run: int) -> Response:
-    """Return a run: its row, config, manifest, progress, related runs, and which kinds of rows it has."""
+    """Return a run: its row, config, manifest, progress, related runs, and which kinds of database rows it has."""
     return answer(store.ask(lambda tx: load_run(tx, run)))
 
 
@@ -384,7 +396,7 @@ def read_iteration(store: Store, run: int, number: int) -> Response:
 
 @router.get("/runs/{run}/iterations/{number}/changes", response_model=ChangesAnswer)
 def read_changes(store: Store, run: int, number: int) -> Response:
-    """Return what changed in an iteration: by reward part, class of errors and task, with the episodes that show it."""
+    """Return what changed in an iteration, by reward part, class of errors and task, with episodes that show the change."""
     changes = asdict(store.ask_about_run(run, lambda tx, name: load_iteration_changes(tx, name, number)))
     examples = {name: row and cut_rows([row])[0] for name, row in changes["examples"].items()}
     return answer({**changes, "tasks": cut_rows(changes["tasks"]), "examples": examples})
@@ -392,7 +404,7 @@ def read_changes(store: Store, run: int, number: int) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class AskedEpisodes:
-    """The filter of a list of episodes, and its order, as parameters of a request."""
+    """The filter and the order of a list of episodes, as parameters of a request."""
 
     iteration: int | None = None
     group: int | None = None
@@ -421,7 +433,9 @@ Asked = Annotated[AskedEpisodes, Depends()]
 
 @router.get("/runs/{run}/episodes", response_model=EpisodesPage)
 def list_episodes(store: Store, run: int, asked: Asked, size: Size = 50, cursor: str = "") -> Response:
-    """Return the run's own episodes, ordered by number by default. Long texts are shortened. A search ends after a moment."""
+    """Return the run's own episodes, by default ordered by number. Long texts are shortened. A search has a time limit and may
+    end before it has checked all episodes.
+    """
     paging = Paging(size=size, cursor=cursor, sort=asked.sort)
     page = store.ask_about_run(run, lambda tx, name: list_evidence(tx, asked.filter(name), paging))
     columns = [{"key": key, **column._asdict()} for key, column in evidence_rows.COLUMNS.items()]

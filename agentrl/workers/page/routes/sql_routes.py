@@ -31,7 +31,7 @@ AT_ONCE = 2
 """The most queries that run at the same time, so that the statements of a run are not delayed."""
 _running = BoundedSemaphore(AT_ONCE)
 MAX_WAITING = 8
-"""The most queries that run or wait. Each takes a thread, and other requests need threads too."""
+"""The most queries that run or wait. Each query occupies a thread, and other requests need threads too."""
 _waiting = BoundedSemaphore(MAX_WAITING)
 
 
@@ -42,7 +42,7 @@ class Query(BaseModel):
 
 
 class Result(BaseModel):
-    """The result of a SELECT. `cut`: there are more rows; `cells_cut`: the number of shortened values."""
+    """The result of a SELECT. `cut` is true if there are more rows. `cells_cut` is the number of shortened values."""
 
     columns: list[str]
     rows: list[list[Any]]

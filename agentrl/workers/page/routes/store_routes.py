@@ -1,4 +1,4 @@
-"""Routes for the store: where it is, the load of its hosts, its views, and any numeric column of a view as a series over a
+"""Routes for the store: its location, the load of the hosts, its views, and any numeric column of a view as a series over a
 run's iterations.
 """
 
@@ -25,11 +25,11 @@ class StoreAnswer:
     """The store of the page.
 
     Args:
-        place: its file, or its URL without a password.
+        place: the file of the store, or its URL without a password.
         backend: "sqlite" or "postgresql".
         version: this agentrl's version.
         newest_run: the name of the run that was submitted last; null if there is none.
-        actions: the page may do more than read.
+        actions: true if the page may do more than read.
         config_keys: the keys of a run's config, in the order of their declaration.
     """
 
@@ -65,7 +65,7 @@ class MachineAnswer:
         rows: the rows of `v_machine`, oldest first.
         clock: the database's time.
         running: the number of running runs.
-        fresh: whether some host reports its load at present.
+        fresh: true if at least one host reports its load at present.
         start: the command that starts workers.
     """
 
@@ -102,7 +102,7 @@ class SeriesPage(BaseModel):
 
 
 class ViewColumn(BaseModel):
-    """A column of a view. `chartable`: it is a number, and the view has iterations."""
+    """A column of a view. `chartable` is true if the column is numeric and the view has iterations."""
 
     column: str
     meaning: str

@@ -28,7 +28,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class CreditReader:
-    """The update that trained on an episode, and the run of that update. `update` is None if no update did."""
+    """The update that trained on an episode, and the run of that update. `update` is None if there is no such update."""
 
     run: Row
     update: Row | None
@@ -46,7 +46,8 @@ class TokenCredit:
     Args:
         source: "stored", "computed" or "missing".
         how: a sentence that explains the source.
-        of_all: the common advantage of all tokens that train; None if the tokens differ or the advantage is unknown.
+        of_all: the advantage of every token that is trained on; None if the tokens have different advantages or the advantage
+            is unknown.
         of_steps: the advantages of the sampled tokens of each step, by step; None if all tokens have the same advantage.
     """
 
@@ -58,7 +59,7 @@ class TokenCredit:
 
 def find_reader(tx: Any, episode: int, run_id: int, run: Row | None = None) -> tuple[CreditReader, list[Row]]:
     """Return two values: the update whose advantages are shown, with its run; and all updates that trained on the episode. If
-    an update of the episode's own run trained on it, that one is shown.
+    an update of the episode's own run trained on the episode, that update is shown.
     """
     readers = load_readers(tx, episode)
     if not readers:
@@ -69,7 +70,9 @@ def find_reader(tx: Any, episode: int, run_id: int, run: Row | None = None) -> t
 
 
 def explain_members(tx: Any, reader: CreditReader, members: Sequence[Member], recorded: Mapping[int, float]) -> dict[int, Any]:
-    """Return the explanation of each member's advantage, by the id of the episode. `recorded` has those of the update."""
+    """Return the explanation of each member's advantage, by the id of the episode. `recorded` has the advantages that the
+    update recorded, by the id of the episode.
+    """
     name, options = load_algorithm(reader.run["config"])
     group = [_scored(member) for member in members if member.trainable]
     update = _Update(tx, reader)

@@ -19,8 +19,7 @@ AROUND = 4
 character has at most 4 bytes.
 """
 MAX_COMPARED = 200
-"""The most sampled tokens, and the most characters, that are compared to find out whether the tokenizer is that of another
-model.
+"""The most sampled tokens, and the most characters, that are compared to find out whether a tokenizer belongs to another model.
 """
 NOT_STORED = {
     "ratio": "The ratio of trained to sampling probability is not stored per token. For a whole update: agentrl whatif.",
@@ -201,9 +200,8 @@ def _metrics(episode: int, logprobs: Sequence[float | None], credit: TokenCredit
 
 
 def check_namesake(tx: Any, shape: EpisodeShape, token_texts: FoundTexts) -> FoundTexts:
-    """Check whether `token_texts` come from the right tokenizer, if they may come from another model of the same name. The
-    check decodes the episode's first sampled turn. If the text differs from the recorded one, the result has no texts;
-    otherwise it is unchanged.
+    """If the tokenizer of `token_texts` may be that of another model with the same name, check it: decode the episode's first
+    sampled turn. If the text differs from the recorded text, return a result without texts; otherwise return `token_texts`.
     """
     ids = [row["id"] for row in shape.rows if row["sampled_tokens"]][:1]
     steps, tokens = load_steps(tx, ids), load_tokens(tx, ids)

@@ -1,5 +1,5 @@
-"""Shortens texts and values to a size that a page can show, and records the full length of each. `ShownTexts` limits the length
-of all texts in a response together.
+"""Shortens texts and values to a size that a page can show, and records the full length of each. `ShownTexts` limits the total
+length of all texts in a response.
 """
 
 import json
@@ -59,8 +59,8 @@ LEAST_CHARS = 200
 
 
 class ShownTexts:
-    """A writer of texts into a response. `cut` has the full length of each shortened text, and `of` the URL path of the full
-    text.
+    """A writer of texts into a response. In the response, `cut` has the full length of each shortened text, and `of` has the
+    path of the full text.
     """
 
     def __init__(self, max_chars: int = SHOWN_CHARS, max_total_chars: int = ANSWER_CHARS) -> None:
@@ -68,8 +68,9 @@ class ShownTexts:
         self._max_chars, self._left = max_chars, max_total_chars
 
     def put(self, target: dict[str, Any], name: str, text: str | None, chars: int | None = None, path: str = "") -> None:
-        """Write a text to `target[name]`, shortened if necessary; None as null. If `text` is only the beginning, `chars` is the
-        length of the full text. `path` is where `/api/episodes/{id}/text` returns it.
+        """Write a text to `target[name]`, shortened if necessary; write None as null. If `text` is only the beginning of a
+        text, `chars` is the length of the full text. `path` is the address at which `/api/episodes/{id}/text` returns the full
+        text.
         """
         if text is None:
             target[name] = None
@@ -108,9 +109,9 @@ MAX_KEY = 10_000
 
 
 def new_messages(prompt: Any, results: Sequence[Row]) -> tuple[int, list[tuple[int, Any]]]:
-    """Return two values: the number of messages that a step's prompt shares with another chain, and its other messages, each
-    with its position. `prompt` is the messages of the prompt. `results` are the calls of the turn before, with `result` and
-    `result_chars`. Messages that repeat such a result are left out.
+    """Return two values: the number of messages that a step's prompt shares with another chain, and the prompt's other
+    messages, each with its position. `prompt` is the messages of the prompt. `results` are the calls of the turn before, with
+    `result` and `result_chars`. Messages that repeat such a result are left out.
     """
     messages = prompt if isinstance(prompt, list) else []
     head = messages[0].get(SHARED, 0) if messages and isinstance(messages[0], Mapping) else 0

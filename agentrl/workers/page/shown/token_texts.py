@@ -29,8 +29,8 @@ class TokenTexts:
 
     tokenizer: "Tokenizer"
     letters: dict[str, int] | None
-    """For a byte-level tokenizer, the byte that each letter stands for. For other tokenizers None: their words are texts, with
-    marks for spaces and bytes.
+    """For a byte-level tokenizer, the byte that each letter stands for. None for other tokenizers: their vocabulary contains
+    texts, with marks for spaces and bytes.
     """
     added: dict[int, str]
     _known: dict[int, bytes] = field(default_factory=dict)
@@ -65,7 +65,9 @@ class TokenTexts:
 
 
 def join_pieces(pieces: Sequence[bytes]) -> list[str]:
-    """Decode pieces of UTF-8, one text per piece. A split character belongs to its first piece. Invalid: U+FFFD."""
+    """Decode pieces of UTF-8 and return one text per piece. A character that is split belongs to its first piece. Invalid bytes
+    become U+FFFD.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts: list[str] = []
     held: int | None = None  # whose letter is not whole yet
@@ -84,14 +86,18 @@ def join_pieces(pieces: Sequence[bytes]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class FoundTexts:
-    """The texts of a base's tokens, or `why_none`. `sure` is False if the tokenizer may be another model's."""
+    """The texts of a base model's tokens. If `texts` is None, `why_none` says why. `sure` is False if the tokenizer may be that
+    of another model.
+    """
 
     texts: TokenTexts | None
     why_none: str = ""
     sure: bool = True
 
     def checked(self, ids: Sequence[int], text: str) -> "FoundTexts":
-        """Return this object if its tokenizer surely decodes `ids` to the recorded `text`, else one without texts."""
+        """Return this object if its tokenizer is sure or decodes `ids` to the recorded `text`; otherwise return an object
+        without texts.
+        """
         if self.texts is None or self.sure or self.texts.whole(ids).replace("\0", "\ufffd").startswith(text[: len(ids)]):
             return self
         return FoundTexts(None, "The model with this name on this machine has another tokenizer.")

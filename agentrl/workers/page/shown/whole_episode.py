@@ -182,7 +182,7 @@ def list_chains(shape: EpisodeShape) -> list[dict[str, Any]]:
 
 
 def list_commands(row: EpisodeRow, run: Row, reader: CreditReader) -> dict[str, str | None]:
-    """Return the commands that a user can run on the episode, by kind. A command that is impossible is None."""
+    """Return the commands that a user can run on the episode, by kind. For an impossible command, the value is None."""
     name, agent = typed_run(run["id"], row.run), bool(run["config"].get("agent"))
     sampled_here = run["kind"] != "import"
     last = max(row.steps - 1, 0)

@@ -32,13 +32,16 @@ ALIGNED_TOKENS = 65_536
 """The most tokens of each episode that are compared with those of the other episodes."""
 COMMON_CHARS = 4000
 BRANCH_TOKENS = 32
-"""The most tokens whose text is returned for a branch, and for the continuation after the place at which an episode diverges.
+"""The most tokens whose text is returned: for a branch, and for the continuation after the position at which an episode
+diverges.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class GroupAnswer:
-    """The response about a group without the texts of tokens, and the data from which `describe_parting` makes these texts."""
+    """The response about a group, still without the texts of its tokens, and the data from which `describe_parting` makes these
+    texts.
+    """
 
     document: dict[str, Any]
     base: str
