@@ -95,7 +95,7 @@ class McpTool(Tool):
 
 
 def _nothing() -> str:
-    raise AssertionError("the server runs the tool")
+    raise AssertionError("a tool of an MCP server has no Python function to call")
 
 
 # listing a server's tools

@@ -65,7 +65,9 @@ before the number in the file.
 
 
 class Header(TypedDict):
-    """The first line from the host: the child's `argv`, the system call filter in hex, the lengths of what follows."""
+    """The first line from the host: the child's `argv`, the system call filter in hex, the lengths of the sources, the program
+    and its stdin.
+    """
 
     argv: list[str]
     filter: str
@@ -93,7 +95,7 @@ def read_exactly(length: int) -> bytes:
 
 
 def read_line() -> bytes:
-    """Read the next line of stdin, without reading beyond its end."""
+    """Read the next line of stdin, and nothing after it."""
     line = b""
     while not line.endswith(b"\n"):
         line += read_exactly(1)

@@ -22,7 +22,9 @@ PAUSE_SECONDS = 0.002
 
 
 class SettleError(Exception):
-    """The error of a cleanup after a cell: a process still lives that should have ended, or the reverse."""
+    """The error of a cleanup after a cell: a process that should have ended still lives, or a process that should live has
+    ended.
+    """
 
 
 def settle(stop: Callable[[], None], members: Callable[[], Set[int]], lasting: Set[int], seconds: float) -> int:
@@ -50,11 +52,11 @@ def settle(stop: Callable[[], None], members: Callable[[], Set[int]], lasting: S
             raise SettleError(f"{len(others)} processes did not end")
         seen = [proc.threads_of(process)[1] for process in lasting]  # with the others dead, nothing can continue them
         if any(state in "ZX" for state in seen):
-            raise SettleError("its processes are gone")
+            raise SettleError("the processes that should remain are gone")
         if not new and all(state in "Tt" for state in seen):
             return sum(ended.values())
         if time.monotonic() > deadline:
-            raise SettleError("what is to stand still does not")
+            raise SettleError("the remaining processes could not be stopped")
         if len(ended) > len(new) or not new:  # more came after the first step, or a signal continued some
             stop()
         time.sleep(PAUSE_SECONDS)

@@ -162,7 +162,7 @@ def observation(result: CodeResult, limits: Limits) -> str:
         InfraError: the system failed.
     """
     if system_failed(result):
-        raise InfraError(f"The sandbox ({result.kind}) failed a program: {result.status}: {result.output[:300]}")
+        raise InfraError(f"The sandbox ({result.kind}) failed while it ran a program: {result.status}: {result.output[:300]}")
     left = LEFT_RUNNING_TEXT if result.left else ""
     if result.status == "ok":
         return "\n".join(filter(None, (result.output.rstrip("\n") or "(no output)", left)))
