@@ -312,7 +312,7 @@ def test_fetch_gives_up_page_slow_to_parse(site: str, path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("/binary", "image/png, no text"),
+        ("/binary", "image/png, not text"),
         ("/large", "longer than 1000000 bytes"),
         ("/zipped", "compressed"),
         ("/gone", "answers 404"),

@@ -2,7 +2,8 @@
 
 There are 512 tasks for training, 256 held-out tasks, and 16,384 more (split `warmup`) for supervised fine-tuning. No question
 is in two splits. In the demonstrations, an unreliable teacher calls the calculator and answers with the result, but often
-confuses one operator with another. So a model that imitates it solves half of the tasks, and learns the words by reinforcement.
+confuses one operator with another. So a model that imitates the teacher solves half of the tasks. Reinforcement learning can
+then teach it which operator each word means.
 """
 
 import random

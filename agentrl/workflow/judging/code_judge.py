@@ -31,9 +31,9 @@ MAX_ROUNDS = 8
 
 
 def passed(pairs: Sequence[tuple[str, str]]) -> list[bool]:
-    """Return True or False for each pair: whether the value passes the case. `pairs` is a case, and the value that a function
-    returned for it, both as text. Raise SandboxUnavailable if this machine has no working sandbox. Raise InfraError if the
-    system failed.
+    """Return True or False for each pair: whether the value passes the case. A pair is a case and the value that a function
+    returned for this case, both as text. Raise SandboxUnavailable if this machine has no working sandbox. Raise InfraError if
+    the system failed.
     """
     verdicts: list[bool] = []
     waiting = list(_batches(pairs))[::-1]
@@ -61,7 +61,8 @@ def relayed(reference: str, test: str, function: str, call: Callable[[str], str 
 
     Args:
         reference: the program that runs before the tests; it defines the correct function.
-        call: a function from the arguments to the value of the model's function, both as text; None if the call failed.
+        call: calls the model's function. It takes the arguments and returns the value, both as text; it returns None if the
+            call failed.
 
     Raises:
         ValueError: these tests cannot judge any answer.
@@ -115,7 +116,7 @@ def asked(function: str, args: str, warm: Warm[Session] | None = None, limits: L
             result = session.call(function, args, limits, keeps=False)
             if session.alive and not system_failed(result):
                 return result
-    raise InfraError(f"The sandbox ({result.kind}) failed a judge: {result.status}: {result.output[:300]}")
+    raise InfraError(f"The sandbox ({result.kind}) failed while it ran a judge: {result.status}: {result.output[:300]}")
 
 
 def _open_session() -> Session:

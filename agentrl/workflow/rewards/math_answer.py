@@ -8,7 +8,7 @@ not an answer. For plain numbers, `numeric_answer` is enough.
 This reward is a `Judge`: math-verify parses model-written text, so it runs in the sandbox. Of the Python packages on this
 machine, the sandbox sees only those of the extra `math`; a docker image must contain them itself. Loading the packages takes a
 second, so each core has a lasting session. Each answer is judged in a fork of a session, and the fork then ends. An answer that
-exceeds its time or memory there is wrong.
+exceeds its time or memory there counts as wrong.
 """
 
 from collections.abc import Mapping, Sequence
@@ -99,7 +99,7 @@ def _math_answer(reference: str, answer: str) -> ToolResult:
     """Judge whether the answer equals the reference."""
     right, cpu_seconds = _judged(reference, answer)()
     if right is None:
-        raise ToolFailure(f"the reference {reference!r:.80} holds no mathematics")
+        raise ToolFailure(f"the reference {reference!r:.80} contains no mathematical expression")
     return verdict_result(right, cpu_seconds)
 
 

@@ -85,7 +85,8 @@ class CodeTool(Tool):
 
     def _run_program(self, arguments: Mapping[str, Any]) -> CodeResult:
         if self.keeps:
-            raise ConfigError(f"The tool {self.name!r} needs an episode, and there is none.", "Use the tool python instead.")
+            message = f"The tool {self.name!r} keeps a session for each episode, and this call has no session."
+            raise ConfigError(message, "Use the tool python instead.")
         return sandbox().run(self._program(arguments), limits=self.limits)
 
     def _program(self, arguments: Mapping[str, Any]) -> str:
@@ -150,12 +151,12 @@ class Notebook:
 
 
 def keeps_session(tool: object) -> TypeGuard[CodeTool]:
-    """Return True if the tool's calls are cells of a session that lasts for the episode."""
+    """Return True if the tool runs its calls as cells of one session, which lasts as long as the episode."""
     return isinstance(tool, CodeTool) and tool.keeps
 
 
 def observation(result: CodeResult, limits: Limits) -> str:
-    """Return the text that the model reads after a program that succeeded.
+    """Return the text that the model reads about a program that succeeded.
 
     Raises:
         CodeFailure: the program failed. The error has the program's output and, if it was killed, the reason.

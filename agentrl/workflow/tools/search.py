@@ -4,8 +4,8 @@ The collection is a folder of text files (.txt, .md, .markdown, .rst, with all s
 line with `text` or `contents`, and optionally `title`). It may also be the http:// URL of a server that answers a POST of
 `{"query": ..., "k": ...}` with `{"results": [{"title": ..., "text": ...}, ...]}`.
 
-Under its plain name the tool searches the collection in AGENTRL_SEARCH; `search_in(...)` creates a tool for an env's own
-collection. The index is built once per process, at the first call, in a temporary file that SQLite removes itself.
+If a run selects the tool by its plain name, it searches the collection in AGENTRL_SEARCH; `search_in(...)` creates a tool for
+an env's own collection. The index is built once per process, at the first call, in a temporary file that SQLite removes itself.
 """
 
 import json
