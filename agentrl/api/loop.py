@@ -202,7 +202,7 @@ class GRPOTrainer:
                 reason.
 
         Raises:
-            StateError: a value was not finite. The policy is unchanged; create a new trainer.
+            StateError: a value of the update was not finite. The policy is unchanged; create a new trainer.
             RewardError: an episode's reward is not a finite number.
         """
         groups = grouped(episodes)
