@@ -128,7 +128,7 @@ def _compare_runs(first: str, second: str, as_json: bool) -> None:
         episodes = ("one_episode=episode of A", "other_episode=episode of B")
         show_rows(tasks, ("task", "question", *columns, *episodes), ("question",))
         pair = f"{differences.tasks[0]['one_episode']} --diff {differences.tasks[0]['other_episode']}"
-        say(f"Where the first pair parts: agentrl replay {pair}")
+        say(f"The first difference of the first pair: agentrl replay {pair}")
     say(f"{len(differences.tasks)} of {differences.shared} tasks that both sampled have different rewards.")
 
 

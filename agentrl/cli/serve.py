@@ -27,7 +27,7 @@ def serve(
     policy: PolicyName,
     host: Annotated[str, typer.Option(help="Address to listen at; one beyond this machine needs AGENTRL_SERVE_KEY.")] = HOST,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = PORT,
-    name: Annotated[str | None, typer.Option(help="Name of its run [serve-N].", show_default=False)] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run [serve-N].", show_default=False)] = None,
     no_record: Annotated[bool, typer.Option("--no-record", help="Record nothing.")] = False,
     keep_days: Annotated[
         float | None,

@@ -97,7 +97,7 @@ def sft(
     min_reward: Annotated[
         float | None, typer.Option(help="Only episodes with this reward or more.", show_default=False)
     ] = None,
-    best: Annotated[int | None, typer.Option(min=1, help="Only the N best of these per task.", show_default=False)] = None,
+    best: Annotated[int | None, typer.Option(min=1, help="Only the N best episodes per task.", show_default=False)] = None,
     reward_set: RewardSet = None,
     policy: StartPolicy = None,
     steps: Annotated[

@@ -115,7 +115,7 @@ class RowFilter:
 
     def _add_missing(self, name: str) -> None:
         if name in self._missing:
-            raise DatasetError(f"--filter does not know {name!r}.", EXAMPLE)
+            raise DatasetError(f"--filter uses the unknown name {name!r}.", EXAMPLE)
         self._missing.add(name)
         self._bound.clear()
 

@@ -175,7 +175,8 @@ def _check_columns(path: Path, names: list[str]) -> None:
 def _check_delimiter(path: Path, names: list[str], delimiter: str) -> None:
     """Raise DatasetError if a character other than the delimiter separates the columns."""
     if len(names) == 1 and (mark := next((mark for mark in ";\t|" if mark in names[0]), "")):
-        message = f"{str(path)!r} has one column, {names[0]!r:.200}: {mark!r} stands where {delimiter!r} is read."
+        separator = f"it has {mark!r} where the separator {delimiter!r} is expected"
+        message = f"{str(path)!r} has only one column, {names[0]!r:.200}: {separator}."
         raise DatasetError(message, "Separate its columns by commas, or by tabs in a file called .tsv.")
 
 

@@ -102,7 +102,7 @@ class McpServer:
                     raise _refusal(tool.name, error) from error
                 if tool.effects == "once":
                     message = (
-                        f"The server died while {tool.name} ran; it may or may not have taken effect, and is not run again."
+                        f"The server died during {tool.name}; the call may or may not have taken effect, and is not run again."
                     )
                     raise UnknownOutcome(message) from error
         raise InfraError(f"The server {self.name!r} ended twice while {tool.name!r} ran.", "Its output is in the worker's log.")

@@ -130,9 +130,10 @@ def _opened() -> Session:
 def _hint(kind: str, reads: Sequence[str]) -> str:
     """Return the hint for packages that are installed on this machine but cannot be loaded in the sandbox."""
     if kind == "docker":
-        return f"Install it in the image that AGENTRL_SANDBOX_IMAGE names: {INSTALL_IN_IMAGE}"
+        return f"Install math-verify in the image that AGENTRL_SANDBOX_IMAGE names: {INSTALL_IN_IMAGE}"
     folders = ", ".join(sorted({str(Path(path).parent) for path in reads}))
-    return f"The packages are in {folders}: make that readable for every user. `agentrl doctor` shows the Python inside."
+    readable = f"The packages are in {folders}: make these folders readable for every user."
+    return f"{readable} `agentrl doctor` shows the Python inside the sandbox."
 
 
 def installed() -> tuple[str, ...]:

@@ -27,7 +27,7 @@ def text_answer(episode: Episode) -> float:
         raise ValueError(f"a reference of task {episode.task.key!r} has more than {MAX_CHARACTERS} characters")
     right = set(map(normal, references))
     if "" in right:
-        raise ValueError(f"a reference of task {episode.task.key!r} holds no word")
+        raise ValueError(f"a reference of task {episode.task.key!r} contains no word")
     if episode.stop_reason != "answered":
         return 0.0
     answer = read_answer(episode.final_answer)

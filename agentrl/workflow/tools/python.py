@@ -94,7 +94,7 @@ class CodeTool(Tool):
         try:
             program.encode()
         except UnicodeEncodeError as error:
-            raise ToolFailure("the code holds half a surrogate pair, which no file can hold") from error
+            raise ToolFailure("the code contains half a surrogate pair, which cannot be written to a file") from error
         return program
 
     def _observation(self, result: CodeResult) -> str:

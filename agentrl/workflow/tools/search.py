@@ -130,7 +130,7 @@ def index(passages: Iterable[Passage]) -> Search:
     def best(query: str, k: int) -> list[Passage]:
         terms = re.findall(r"\w+", _utf8(query))[:MAX_WORDS]
         if not terms:
-            raise ToolFailure("the query holds no word to search for")
+            raise ToolFailure("the query contains no word to search for")
         match_query = " OR ".join(f'"{word}"' for word in terms)
         with turn:
             rows = table.execute(
