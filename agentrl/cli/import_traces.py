@@ -38,8 +38,7 @@ def otlp(
     trust_remote_code: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Import OpenTelemetry traces as a run: each rollout, conversation or trace is an episode, and each model turn in it is a
-    step.
+    """Import OpenTelemetry traces as a run: each rollout, conversation or trace is an episode, and its model turns are steps.
 
     --policy names the policy that sampled the turns. Turns with token ids and logprobs are kept exactly and can be trained on.
     If any turn in the file lacks token ids or logprobs, all turns in the file are rendered with the model's template; they can

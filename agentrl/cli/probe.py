@@ -113,8 +113,7 @@ def sampler_facts(path: str, config: str, device: str) -> dict[str, Any]:
 
 
 def update_facts(optimizer: str, devices: str, device: str, numerics: str) -> dict[str, Any]:
-    """Return the reason why this machine cannot run the optimizer, or that it has fewer than `devices`; empty if it can run the
-    update.
+    """Return the reason why this machine cannot run the optimizer, or has too few devices; empty if there is no such reason.
 
     `devices` is `update.devices`, and `device` is AGENTRL_DEVICE.
     """

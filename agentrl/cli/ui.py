@@ -42,8 +42,7 @@ def ui(
     limit_mb: Annotated[float, typer.Option(min=1, max=1000, help="Maximum size of the exported file, in MB.")] = LIMIT_MB,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
-    """Show the rows in a browser: runs, curves, groups, transcripts, tokens. The page only reads the database, and updates
-    while runs are running.
+    """Show the database in a browser: runs, curves, groups, transcripts, tokens. The page only reads, and updates during runs.
 
     The command needs no other service and contacts no other host. Ctrl-C ends it.
     """

@@ -43,8 +43,8 @@ class Opaque:
 
 
 def encode(value: object) -> str:
-    """Encode a value as text. Raise ValueError if `value` nests deeper than 200 levels, or contains itself. An exception that
-    the `__bool__` of an object in `value` raises is not caught.
+    """Encode a value as text. Raise ValueError if `value` nests deeper than 200 levels, or contains itself. If the `__bool__`
+    of an object in `value` raises an exception, this exception is passed on.
     """
     return json.dumps(_tag(value, 0), allow_nan=False)
 

@@ -231,7 +231,7 @@ class KeptProcess:
         hold: the host's end of the control socket. When this end is closed, the supervisor kills all processes.
         uid: the sandbox's user id; None if the sandbox runs as the current user.
         tally: the counters of the sandbox.
-        undone: removes what was created for the sandbox when it is closed.
+        undone: a stack whose closing removes everything that was created for the sandbox.
     """
 
     def __init__(

@@ -75,8 +75,9 @@ def outcome(reference: str, test: str, function: str, known_calls: KnownCalls, f
     Returns:
         If the tests cannot be judged, a dict with the single key `unjudged`: the reason. Else a dict with these keys:
 
-        passed: a verdict for each test. It is valid only if the values of all calls were known. asked: the arguments, as text,
-        of the calls whose value was not known. known: the number of calls before the first call whose value was not known.
+        passed: a verdict for each test. It is valid only if the values of all calls were known.
+        asked: the arguments, as text, of the calls whose value was not known.
+        known: the number of calls before the first call whose value was not known.
     """
     try:
         tests = Tests(reference, test, function)
