@@ -20,7 +20,7 @@ TRIAL = ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--ro-bind", "/", "
 NOBODY = "65534"
 TRIAL_SECONDS = 20.0
 MAX_READ_BYTES = 2**20
-"""The largest file of a program that is compared with a worker's, in bytes."""
+"""The largest size, in bytes, of an agent's file that is compared with the worker's copy of the file."""
 _INTERPRETERS = re.compile(r"(ba|da|z)?sh|(python|node|perl|ruby)[0-9.]*")
 
 

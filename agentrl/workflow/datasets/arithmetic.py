@@ -21,8 +21,9 @@ LEVELS = (2, range(1, 21)), (2, range(10, 100)), (3, range(1, 11))
 
 CONFUSED_OPERATORS = {"plus": "-", "minus": "*", "times": "+"}
 MISTAKE_RATE = 0.4
-"""The probability that the teacher writes the confused operator. Each word is always confused with the same other operator. At
-the same share of right answers, a model learns this ten times faster than random operators.
+"""The probability that the teacher writes the confused operator. Each word is always confused with the same other operator. A
+model learns such a teacher's answers ten times faster than those of a teacher that draws wrong operators at random, at the same
+share of right answers.
 """
 
 

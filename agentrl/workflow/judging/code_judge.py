@@ -21,12 +21,14 @@ LIMITS = Limits(cpu_seconds=2.0)
 """The limits of one request. A million characters of ordinary data use a tenth of the processor time."""
 
 WHOLE_CPU_SECONDS = 6.0
-"""The longest processor time of all requests for one answer, in seconds. Values that are not judged within this time are wrong.
+"""The longest processor time of all requests for one answer, in seconds. Values that are not judged within this time count as
+wrong.
 """
 
 ATTEMPTS = 2
 MAX_ROUNDS = 8
-"""The longest chain of calls in which the arguments of a call depend on values of earlier calls. Calls beyond it have failed.
+"""The longest chain of calls in which the arguments of a call depend on values of earlier calls. Calls beyond this number count
+as failed.
 """
 
 

@@ -4,8 +4,8 @@ The answer is the last ```python block of the final turn, else the whole text of
 answer's code runs in a session of the sandbox, and each test calls the function there. The returned value is plain data, which
 another session compares (`judging.code_judge`). So the answer's code knows neither the expected values nor the number of tests.
 
-If a call exceeds its time or memory, that test fails. If the answer has used the time for all its tests, the remaining tests
-fail. If the system fails, the answer is judged again.
+If a call exceeds its time or memory, that test fails. If the answer has used up the time for all of its tests, the remaining
+tests count as failed. If the system fails, the answer is judged again.
 """
 
 import json
@@ -40,7 +40,7 @@ MAX_TOLD = 4 * exact_json.MAX_CHARACTERS
 
 MAX_LATE = 2
 """The most tests that may exceed their processor time. After so many, or after one test that slept until its timeout, the
-remaining tests are not run and have failed.
+remaining tests are not run and count as failed.
 """
 
 JUDGE_SECONDS = 180.0

@@ -11,8 +11,8 @@ import unicodedata
 from agentrl.workflow.trajectory import Episode
 
 MAX_CHARACTERS = 10_000
-"""The most characters of a reference and of an answer. A longer answer is wrong. Normalising accents takes time quadratic in
-the number of characters.
+"""The most characters of a reference and of an answer. A longer answer counts as wrong. Normalising accents takes time
+quadratic in the number of characters.
 """
 
 LEAD = re.compile(r"(?:(?:the\s+)?(?:final\s+)?answer\s*(?:is\b\s*:?|:))\s*", re.IGNORECASE)
