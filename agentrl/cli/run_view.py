@@ -43,7 +43,7 @@ class RunView:
 
     @property
     def rewards(self) -> list[float]:
-        """The mean rewards of the finished iterations that have one."""
+        """The mean rewards of the finished iterations. An iteration without a mean reward is left out."""
         return [row["mean_reward"] for row in self.iterations if row["mean_reward"] is not None]
 
     @property

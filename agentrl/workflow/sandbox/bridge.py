@@ -11,7 +11,7 @@ Frames to the host:
 - O: output of the program.
 - C: a message of a session's process; the first 4 bytes are the process's id.
 - E: the kernel's counts.
-- K: the number of threads that were ended, and an error text, which is empty without an error.
+- K: the number of threads that were ended, and an error text, which is empty if there is no error.
 - X: the child's exit code.
 
 Frames from the host:
@@ -218,7 +218,7 @@ class FrameRelay:
         """Kill all processes except `lasting` and the session's parent process, and send the messages and output that they
         left.
 
-        Return JSON with the number of ended threads and an error text, which is empty without an error.
+        Return JSON with the number of ended threads and an error text, which is empty if there is no error.
         """
         try:
             ended, wrong = freeze.settle(lambda: signal_all(signal.SIGSTOP), self.others, lasting, KILL_SECONDS), ""

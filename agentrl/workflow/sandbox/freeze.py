@@ -3,7 +3,8 @@ next request.
 
 Killing processes one by one fails if they fork meanwhile. So all processes are stopped first, in one step that a fork cannot
 escape. A stopped process neither forks nor uses a core. A process that may signal others can continue them while it lives. So
-after all processes to be killed are dead, the remaining ones must still be stopped; if they are not, they are stopped again.
+after all processes to be killed are dead, the remaining processes must still be stopped; if they are not, they are stopped
+again.
 
 This file also runs inside a container and imports only the standard library and `proc`.
 """

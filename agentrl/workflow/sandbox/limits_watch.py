@@ -77,7 +77,7 @@ class Clock:
         return self._limits.wall(self._crowd) - self.elapsed
 
     def look(self, cpu: float, waited: float) -> tuple[Overrun | None, float]:
-        """Check the limits. Return the reason to kill the program now (None without a reason), and the time until the next
+        """Check the limits. Return the reason to kill the program now (None if there is no reason), and the time until the next
         check, in seconds. `cpu` is the program's processor time so far, in seconds. `waited` is the time that the program
         waited for a core so far, in seconds.
         """

@@ -1,5 +1,5 @@
-"""The command that starts an interpreter inside a sandbox. The interpreter reads our source files from a descriptor, so no
-folder of agentrl needs to be visible inside.
+"""The command that starts an interpreter inside a sandbox. The interpreter reads agentrl's source files from a descriptor, so
+no folder of agentrl needs to be visible inside.
 
 The files that run inside (`runner`, `zygote`, `cells`, `exact_json`) import each other by their normal names. The few lines of
 `BOOT` create modules from their sources.
