@@ -22,7 +22,7 @@ def ask(place: StoreLocation, *arguments: str, environment: Mapping[str, str] | 
     command failed. The error has the class that belongs to the exit code.
 
     Args:
-        quiet: do not print the remarks.
+        quiet: True to leave out the remarks.
     """
     child = subprocess.Popen(
         [*COMMAND, *arguments],
@@ -51,7 +51,7 @@ def ask(place: StoreLocation, *arguments: str, environment: Mapping[str, str] | 
 
 
 def error_of(code: int, text: str) -> AgentRLError:
-    """Convert a failed command's exit code and error text to the exception that it stands for."""
+    """Convert a failed command's exit code and error text to the exception of the Python API."""
     message, _, hint = text.rstrip().removeprefix(ERROR_PREFIX).rpartition("\n  ") if "\n  " in text else (text.strip(), "", "")
     kinds: list[type[AgentRLError]] = [AgentRLError, *_kinds(AgentRLError)]
     kind = next((kind for kind in kinds if kind.exit_code == code), AgentRLError)

@@ -111,4 +111,4 @@ def plain(value: Any) -> Any:
     for name in ("tolist", "item", "isoformat"):
         if callable(getattr(value, name, None)):
             return getattr(value, name)()
-    raise TypeError(f"JSON has no {type(value).__name__}")
+    raise TypeError(f"JSON has no type for {type(value).__name__}")

@@ -28,12 +28,13 @@ SHOWN = 10
 
 @dataclass(frozen=True)
 class Rows(Generic[R, V]):
-    """A list of rows. Each iteration reads the rows again, page by page, so it returns more rows while the run continues.
+    """A list of rows. Each loop over the list reads the rows from the database again, page by page. So a later loop yields more
+    rows while the run continues.
 
     Args:
         kind: the class of the rows. Its fields are the columns.
         read: the function that returns one page.
-        value: the function that converts a row to the value that iteration yields.
+        value: the function that converts a row to the value that a loop over the list yields.
     """
 
     kind: type[R]

@@ -179,7 +179,7 @@ class GRPOTrainer:
         for key in keys:
             section, _, name = key.partition(".")
             if section == "model" and resolved[name] != getattr(model, name):
-                how = f"Open it with that: GRPO(MODEL, {name}=...).open()"
+                how = f"Set it when the model is opened: GRPO(MODEL, {name}=...).open()"
                 raise ConfigError(f"{key} cannot change: the model is already open.", how)
         self._config = resolve_run(config)
         trainers.check(self._config)
@@ -202,7 +202,7 @@ class GRPOTrainer:
                 reason.
 
         Raises:
-            StateError: a value was not finite. The policy is unchanged; create a new trainer.
+            StateError: a value of the update was not finite. The policy is unchanged; create a new trainer.
             RewardError: an episode's reward is not a finite number.
         """
         groups = grouped(episodes)

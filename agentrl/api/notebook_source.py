@@ -75,7 +75,8 @@ def path_of(value: Any, name: str, where: Settings, is_local: bool) -> str:
 
 
 def path_here(value: Any, name: str, where: Settings) -> str:
-    """Return a path that gives this very object in this process, and its source in other processes if the source is available.
+    """Return an import path. In this process the path leads to this very object. Other processes import a copy from the
+    object's source, if the source is available.
 
     Args:
         value, name, where: as in `path_of`.
@@ -342,7 +343,7 @@ def _refuse_constant(value: Any, name: str) -> None:
     if type(value).__module__ == "builtins" and not callable(value):
         what = {"solve": "agent"}.get(name, name.partition("_")[0])
         how = "Pass a function, a class or an object of one, a name, or a path: 'module:name'."
-        raise ConfigError(f"{value!r:.60} is no {what}.", how)
+        raise ConfigError(f"{value!r:.60} is not a valid {what}.", how)
 
 
 def _unreachable_error(name: str, module: str) -> ConfigError:

@@ -130,7 +130,7 @@ class Trainer:
         Args:
             agent: an agent that overrides the Trainer's. If rows are passed here, they are the `train_dataset`.
             train_dataset: a name, a file, rows as mappings, a Hugging Face dataset or a DataFrame.
-            val_dataset: the held-out tasks, as the same types. They never train; the policy is evaluated on them.
+            val_dataset: the held-out tasks, as the same types. The policy is never trained on them, only evaluated.
             wait: False: return when the run is submitted. Its workers continue.
             options: options that override the Trainer's.
 
@@ -161,7 +161,7 @@ class Trainer:
     def dev(self, agent: Any = None, train_dataset: Any = None, **options: Unpack[RunOptions]) -> "list[Episode]":
         """Try the agent or the built-in loop in this process: run one episode per task, print it, and update no policy.
 
-        A debugger works, because functions are called directly. All rows are deleted afterwards.
+        A debugger works, because functions are called directly. The database rows of these episodes are deleted afterwards.
 
         Args:
             agent, train_dataset, options: as in `fit`.

@@ -168,7 +168,7 @@ class StoreLocation:
     """The location of a store, as environment variables for commands.
 
     Args:
-        variables: the environment variables. An empty value removes the variable that this process has.
+        variables: the environment variables. An empty value removes the variable from the command's environment.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)

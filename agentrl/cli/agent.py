@@ -31,8 +31,8 @@ def poll(
     The program gets the task as JSON on its standard input and in the file AGENTRL_TASK, and the address and the key of its
     model in OPENAI_BASE_URL and similar variables. It may write its answer to the file AGENTRL_ANSWER. It runs in its own
     folder, without a sandbox, under the limits of the run. Ctrl-C ends the programs and gives their tasks back. On the machine
-    of the stack, the key for tasks is found in the data folder; elsewhere, set AGENTRL_TASKS_KEY. With AGENTRL_REWARDS_KEY,
-    the rewards in the answers are sent too.
+    on which the stack runs, the key for tasks is found in the data folder; elsewhere, set AGENTRL_TASKS_KEY. If
+    AGENTRL_REWARDS_KEY is set, the rewards in the answers are sent too.
     """
     from agentrl.workers.agents.poller import Poller, TaskClient
     from agentrl.workers.serving.external_tasks import find_tasks_key

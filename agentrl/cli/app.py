@@ -48,7 +48,7 @@ def start(
         first = error.errors()[0]
         name = f"AGENTRL_{'_'.join(map(str, first['loc'])).upper()}"
         raise ConfigError(
-            f"{name} is invalid: {first['msg']} (its value: {first['input']!r:.80}).", "Correct or unset it."
+            f"{name} is invalid: {first['msg']} (its value: {first['input']!r:.80}).", "Correct the variable, or unset it."
         ) from error
 
 

@@ -128,7 +128,7 @@ def episodes(
         bool | None, typer.Option("--truncated/--not-truncated", help="Only those cut off at a limit.", show_default=False)
     ] = None,
     fate: Annotated[
-        str | None, _filter_option("Only what became of it: trained, no_variance, truncated, too_few, surplus, ...")
+        str | None, _filter_option("Only with this fate: trained, no_variance, truncated, too_few, surplus, ...")
     ] = None,
     search: Annotated[
         str | None, typer.Option(help="Only with this text in a message, an argument or a result.", show_default=False)
@@ -255,9 +255,9 @@ def replay(
 
     The transcript has messages, thoughts, tool calls with results and times, reward parts, logprobs and the policy version.
 
-    With --verify, the tools run again in this process, with its files and network (except tools that must run only once). The
-    messages that the model read are compared with the results. The tokens are scored and drawn again with the stored weights,
-    and the rewards are computed again. The report names the first difference.
+    With --verify, the tools run again in this process, with the files and the network of this machine (except tools that must
+    run only once). The messages that the model read are compared with the results. The tokens are scored and drawn again with
+    the stored weights, and the rewards are computed again. The report names the first difference.
     """
     if sum(option is not None for option in (step, verify, diff)) > 1:
         raise ConfigError("--step, --verify and --diff exclude each other.", "Pass one of them.")
@@ -312,7 +312,9 @@ Children = Mapping[int, Sequence[Relative]]
 
 
 def show_tree(db: Any, limit: int, as_json: bool) -> None:
-    """Print the newest runs and the runs from which they were made. A run with several sources is below the first one."""
+    """Print the newest runs and the runs from which they were made. A run that was made from several runs is printed below the
+    first of them.
+    """
     from agentrl.workflow.store.reads.lineage import load_family
 
     children: dict[int, list[Relative]] = {}

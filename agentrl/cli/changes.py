@@ -20,7 +20,7 @@ def changes(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what changed in an iteration: rewards, errors, tasks, and what is off in its update."""
+    """Show what changed in an iteration: rewards, errors, tasks, and warning signs in its update."""
     from agentrl.workflow.analysis.run_health import list_update_troubles
     from agentrl.workflow.store.reads.iteration_changes import load_iteration_changes
     from agentrl.workflow.store.reads.iteration_rows import load_iteration

@@ -1,9 +1,9 @@
 """`agentrl compare`: compares two evaluations task by task, and tests whether chance explains the difference. With
 `--runs`: two runs, by config, numbers and tasks.
 
-It compares the pair of evaluations whose tasks, rewards and limits are most alike. All runs with the same base have the same
-weights at version 0, so an evaluation of another run may measure the same policy. It is used only if the policy's own
-evaluations are less alike.
+The command compares the pair of evaluations whose tasks, rewards and limits are most alike. All runs with the same base have
+the same weights at version 0, so an evaluation of another run may measure the same policy. The evaluation of another run is
+used only if the evaluations of the policy's own run are less alike.
 """
 
 import json
@@ -43,8 +43,8 @@ class EvaluationPair:
     """Two evaluations on the same split of a dataset.
 
     Attributes:
-        newest: "yes" if both are the newest evaluations of their policies. Otherwise it says why the newest evaluations were
-            not chosen: they differ in "tasks", "rewards" or "limits".
+        newest: "yes" if both are the newest evaluations of their policies. Otherwise "tasks", "rewards" or "limits": the newest
+            evaluations differ in this respect, and so were not chosen.
     """
 
     one: Row
@@ -128,7 +128,7 @@ def _compare_runs(first: str, second: str, as_json: bool) -> None:
         episodes = ("one_episode=episode of A", "other_episode=episode of B")
         show_rows(tasks, ("task", "question", *columns, *episodes), ("question",))
         pair = f"{differences.tasks[0]['one_episode']} --diff {differences.tasks[0]['other_episode']}"
-        say(f"Where the first pair parts: agentrl replay {pair}")
+        say(f"The first difference of the first pair: agentrl replay {pair}")
     say(f"{len(differences.tasks)} of {differences.shared} tasks that both sampled have different rewards.")
 
 

@@ -2,7 +2,7 @@
 are plain aligned columns.
 
 Texts of models, tools, datasets and users go through `clean`, so terminal escapes and control characters never reach a
-terminal. Rich's markup in them is never interpreted. `--json` prints one document in ASCII, which needs no cleaning.
+terminal. Rich's markup in such texts is never interpreted. `--json` prints one document in ASCII, which needs no cleaning.
 """
 
 import csv
@@ -52,7 +52,7 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 
 
 def show_cells(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    """Print a table as `show_table` does, of texts that are on one line and may begin with spaces."""
+    """Print a table like `show_table`. Each cell is a text on one line, and may begin with spaces."""
     if sys.stdout.isatty() and max(map(len, _align_rows(titles, cells))) + len(titles) < console().width:
         _rich_table(titles, cells)
         return
@@ -60,7 +60,9 @@ def show_cells(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
 
 
 def walk_tree(roots: Sequence[T], children: Callable[[T], Sequence[T]]) -> Iterator[tuple[str, T]]:
-    """Yield each node of a tree after its parent, with the lines that connect it, which are drawn before its name."""
+    """Yield each node of a tree after its parent, as (prefix, node). The prefix is the text to print before the node's name; it
+    draws the lines of the tree.
+    """
     nodes = [(root, "", "") for root in reversed(roots)]
     while nodes:
         node, branch, below = nodes.pop()

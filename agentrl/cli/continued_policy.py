@@ -1,4 +1,4 @@
-"""`--model RUN@N`: continues training from a run's policy, with its LoRA or with a new LoRA on the merged weights."""
+"""`--model RUN@N`: continues training from a run's policy, with the policy's LoRA or with a new LoRA on the merged weights."""
 
 import json
 from collections.abc import Mapping
@@ -46,8 +46,8 @@ def resolve_start(config: RunConfig, origins: Mapping[str, str]) -> "tuple[RunCo
 
 
 def with_origin(prepared: "PreparedRun", policy: str, lora: str = "continue", merges: bool = False) -> "PreparedRun":
-    """Return the prepared run with its origin (run, version, kind of LoRA) in `manifest["from"]`. With `merges`, it starts from
-    the merged weights. Raise ModelError or CheckpointError if the weights cannot be merged.
+    """Return the prepared run with its origin (run, version, kind of LoRA) in `manifest["from"]`. If `merges` is True, the run
+    starts from the merged weights. Raise ModelError or CheckpointError if the weights cannot be merged.
     """
     run_config, ref, manifest = find_trained_policy(policy, "--model")
     submission = prepared.submission

@@ -37,7 +37,7 @@ class Talk:
     """
 
     def __init__(self, policy: OpenPolicy, env: Env, tools: Mapping[str, Tool] | None = None) -> None:
-        """Begin a conversation with these tools. Without `tools`, use the tools of the env."""
+        """Begin a conversation with these tools. If `tools` is None, use the tools of the env."""
         self.policy = policy
         self.env = env
         self.tools = env.toolset() if tools is None else tools
@@ -78,8 +78,8 @@ class Talk:
     def answer(self, text: str, voice: MakesVoice | None = None) -> Generator[Line, None, None]:
         """Sample turns until a turn calls no tool, at most `max_steps` turns. Yield the lines to print.
 
-        `voice` creates the display of a turn while it is sampled, from two arguments: whether the turn begins inside a thought,
-        and the marks that begin a call. Lines that it has shown are not yielded.
+        `voice` creates the object that displays a turn while the turn is sampled. Its two arguments are whether the turn begins
+        inside a thought, and the marks that begin a call. Lines that this object has displayed are not yielded.
         """
         self._before = _Checkpoint(self.steps, self._row, self._unheard)
         question = Message("user", text)
@@ -103,7 +103,9 @@ class Talk:
         yield f"(stopped after {self.policy.limits.max_steps} turns)", "yellow"
 
     def demonstration(self) -> Demonstration:
-        """Return the conversation as a demonstration for `sft`. Raise StateError if it has no answer, or one was cut."""
+        """Return the conversation as a demonstration for `sft`. Raise StateError if there is no answer, or an answer was cut
+        off.
+        """
         if not self.steps:
             raise StateError("Nothing to save: there is no answer yet.", "Send a message first.")
         if any(step.finish_reason == "length" for step in self.steps):

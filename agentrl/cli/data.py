@@ -81,7 +81,7 @@ def check(
     against: Annotated[
         str | None,
         typer.Option(
-            metavar="DATASET|SPLIT", help="Split or dataset that must share no question with it [test].", show_default=False
+            metavar="DATASET|SPLIT", help="Split or dataset that must not have the same questions [test].", show_default=False
         ),
     ] = None,
     env: EnvName = None,
@@ -92,11 +92,11 @@ def check(
     n: Annotated[int, typer.Option("-n", min=1, max=4096, help="With --samples: only the first N tasks.")] = 64,
     as_json: Json = False,
 ) -> None:
-    """Give each task's own reference as the answer; list the tasks for which that does not earn full marks.
+    """Score each task's own reference as if it were the answer; list the tasks whose reference does not earn the full reward.
 
-    It also counts repeated questions, questions that are also in the test split, missing references, and the tokens of prompts
-    (--model). With --model M --samples 8 it counts the tasks from which the model can learn: those that it solves sometimes,
-    not always or never.
+    The command also counts repeated questions, questions that are also in the test split, missing references, and the tokens of
+    prompts (--model). With --model M --samples 8 it also counts the tasks from which the model can learn: those that the model
+    solves in some of 8 samples, but not in all.
     """
     from agentrl.workflow.reference_check import reference_problems
 
@@ -130,7 +130,7 @@ def split_rows(
     dataset: DatasetName,
     out: Annotated[Path, typer.Option(help="Folder for train.jsonl and test.jsonl.", show_default=False)],
     share: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the questions to hold out.")] = 0.1,
-    seed: Annotated[int, typer.Option(min=0, help="Chooses which.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed that chooses the held-out questions.")] = 0,
     split: Split = "train",
     map: RowsMap = None,
     filter: RowsFilter = None,

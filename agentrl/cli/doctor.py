@@ -229,7 +229,7 @@ def _engine(where: Any) -> Iterator[Check]:
             yield Check("engine", "fail", error.message, error.hint)
             continue
         if not names_loopback(url) and has_development_routes(where, url):
-            message = f"Whoever reaches {url} controls it: its development routes ask for no key."
+            message = f"Everyone who can reach the engine at {url} can control it: its development routes need no key."
             hint = "Start vLLM without VLLM_SERVER_DEV_MODE, or let it listen where agents and tools cannot reach it."
             yield Check("engine", "warn", message, hint)
 

@@ -33,7 +33,7 @@ def install(
 ) -> None:
     """Install an engine in an environment of its own, in the data folder.
 
-    agentrl's own environment does not change. An environment of the engine that exists is replaced.
+    agentrl's own environment does not change. If the engine already has an environment, it is replaced.
     """
     from agentrl.workflow.engines import vllm
     from agentrl.workflow.settings import settings

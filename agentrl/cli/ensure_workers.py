@@ -32,11 +32,11 @@ RESTART_HINT = "Type `agentrl down`. Unfinished runs continue in the new stack"
 def start_run(prepared: "PreparedRun", required: bool) -> "tuple[SubmittedRun, list[str]]":
     """Start the services, write the run and send its first messages. Return the run, and remarks on its workers.
 
-    If no worker can run it, the run is stored as failed, with the reason. `agentrl resume` then starts it. `prepared` is the
-    run. `required` is True to raise an error if a queue has no worker, or if a worker lacks something that the run needs. Raise
-    ServiceError if the broker or the database does not respond, the stack does not start, or a required worker is missing.
-    Raise WorkerError if a required worker lacks something that the run needs. Raise ConfigError if one worker has both the
-    roles rollout and train, but the run does not allow it. No row is written.
+    `prepared` is the run. If `required` is True, an error is raised if a queue has no worker, or a worker lacks something that
+    the run needs. Raise ServiceError if the broker or the database does not respond, the stack does not start, or a required
+    worker is missing. Raise WorkerError if a required worker lacks something that the run needs. After a ServiceError of the
+    services or a WorkerError, the run is stored as failed, with the reason; `agentrl resume` can start it later. Raise
+    ConfigError if one worker has both the roles rollout and train, but the run does not allow it; the run is then not stored.
     """
     from agentrl.workers.requests import submit as submission
     from agentrl.workers.stack.process import database
@@ -53,16 +53,18 @@ def start_run(prepared: "PreparedRun", required: bool) -> "tuple[SubmittedRun, l
 
 
 def with_resume_hint(error: AgentRLError, run: str, options: str = "") -> AgentRLError:
-    """Return the error of a run that is already stored. Its hint is `agentrl resume` with the `options` that the user typed."""
+    """Return a copy of the error, for a run that is already stored. The hint of the copy ends with the command `agentrl resume`
+    with the `options` that the user typed.
+    """
     return type(error)(f"{run}: {error.message}", f"{error.hint.rstrip('.')}, then: agentrl resume {run}{options}")
 
 
 def start_services(submission: "Submission", required: bool) -> list[str]:
-    """Start the embedded stack, or check the broker of the settings. Return remarks on the workers. `submission` is the
-    submission. `required` is True to raise an error if a queue has no worker, or if a worker lacks something that the run
-    needs. Raise ServiceError if the broker or the database does not respond, the stack does not start, or a required worker is
-    missing. Raise WorkerError if a required worker lacks something that the run needs. Raise ConfigError if one worker has both
-    the roles rollout and train, but the run does not allow it.
+    """Start the embedded stack, or check the broker of the settings. Return remarks on the workers. If `required` is True, an
+    error is raised if a queue has no worker, or a worker lacks something that the run needs. Raise ServiceError if the broker
+    or the database does not respond, the stack does not start, or a required worker is missing. Raise WorkerError if a required
+    worker lacks something that the run needs. Raise ConfigError if one worker has both the roles rollout and train, but the run
+    does not allow it.
     """
     from agentrl.workers.requests.requirements import requirements_of
     from agentrl.workflow.store.iterations import staleness_of
@@ -176,7 +178,9 @@ def _renew_embedded(needs: "Requirements", separate: bool, run: str) -> None:
     mine = list_lacks(needs, needs.roles)
     if mine:
         lines = [*unfit, *(f"This command {lack}" for lack in mine)]
-        raise WorkerError(_join_lines("Nothing was started: this command cannot run it either.", lines), "Fix that first")
+        raise WorkerError(
+            _join_lines("Nothing was started: this command lacks something that the run needs, too.", lines), "Fix that first"
+        )
     for line in unfit:
         say(line)
     say("Restarting the embedded stack with this command's environment; no other run uses it.")
@@ -250,7 +254,7 @@ def _join_lines(first: str, rest: Sequence[str]) -> str:
 
 
 def send_run(prepared: Any, wait: bool | None, as_json: bool) -> None:
-    """Start the services, write the run and, if `wait` is True, follow it. Without `wait`, workers may be missing."""
+    """Start the services, write the run and, if `wait` is True, follow the run. If `wait` is False, workers may be missing."""
     from agentrl.cli.follow import follow_to_end
     from agentrl.workers.stack.process import database
 

@@ -38,8 +38,8 @@ def run_to_end(prepared: "PreparedRun", group_size: int) -> Any:
 
 
 def with_policy_name(prepared: "PreparedRun", policy: str) -> "PreparedRun":
-    """Add the name of the policy's run to the manifest, because several runs may have the same weights. The name is empty for a
-    model.
+    """Add the name of the policy's run to the manifest, because several runs may have the same weights. The name is empty if
+    the policy is a model that belongs to no run.
     """
     manifest = {**prepared.submission.manifest, "of": find_policy(policy)[0].name or ""}
     return replace(prepared, submission=replace(prepared.submission, manifest=manifest))
@@ -57,8 +57,8 @@ def eval_run_of(
     rewards: Mapping[str, float] = MappingProxyType({}),
     rows: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[RunConfig, Any]:
-    """Return the config of an evaluation (one iteration with all tasks), and the policy to measure; None for an untrained
-    model.
+    """Return the config of an evaluation (one iteration with all tasks), and the policy to measure. The policy is None if it is
+    a model that belongs to no run.
 
     If an option is missing or None in `rollout`, `agent` or `rewards`, the option of the policy's run is used. `trust` allows
     code from the model's folder to run.

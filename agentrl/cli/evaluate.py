@@ -92,7 +92,7 @@ def evaluate(
     fail_under: Annotated[float | None, typer.Option(help="Exit 1 if the mean reward is lower.", show_default=False)] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a policy: n, mean reward with its 95% interval, accuracy, pass@k, errors apart.
+    """Measure a policy: number of episodes, mean reward with its 95% interval, accuracy, pass@k; errors are counted separately.
 
     The interval is Wilson's if every reward is 0 or 1, else Student's.
 

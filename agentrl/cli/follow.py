@@ -106,7 +106,7 @@ def _gained(db: Any, row: Row) -> list[str]:
 
 
 def follow(db: Any, run: str, live: bool, write: Any) -> RunView:
-    """Show the run until it ends or is paused. Ctrl-C prints the command that cancels it, and exits with 130."""
+    """Show the run until it ends or is paused. Ctrl-C prints the command that cancels the run, and exits with 130."""
     view, seen = None, time.monotonic()
     try:
         with _Live() if live else _Lines(write) as screen:

@@ -38,11 +38,11 @@ def otlp(
     trust_remote_code: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Import OpenTelemetry traces as a run: each rollout, conversation or trace is an episode, its model's turns are steps.
+    """Import OpenTelemetry traces as a run: each rollout, conversation or trace is an episode, and its model turns are steps.
 
-    --policy names the policy that sampled them. Turns with token ids and logprobs are kept exactly and can be trained on. If
-    any turn lacks them, all turns are rendered with the model's template; they can then be imitated (sft) and scored. Rewards
-    in the spans become the episodes' rewards.
+    --policy names the policy that sampled the turns. Turns with token ids and logprobs are kept exactly and can be trained on.
+    If any turn in the file lacks token ids or logprobs, all turns in the file are rendered with the model's template; they can
+    then be imitated (sft) and scored. Rewards in the spans become the episodes' rewards.
     """
     from agentrl.workers.requests.import_request import prepare_import
     from agentrl.workers.stack.process import database

@@ -33,7 +33,7 @@ def logs(
     ] = 20,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow: show new lines as they are written.")] = False,
 ) -> None:
-    """Show the logs of this home's embedded stack; `agentrl worker` writes to its own terminal instead."""
+    """Show the logs of this data folder's embedded stack. `agentrl worker` writes its log to its own terminal instead."""
     from agentrl.workflow.settings import settings
 
     files = _pick_logs(settings().stack_dir, role)

@@ -1,4 +1,6 @@
-"""`agentrl gc` and `agentrl vacuum`: remove files that no row needs, and return the database's unused space to the disk."""
+"""`agentrl gc` and `agentrl vacuum`: remove files that no database row needs, and return the database's unused space to the
+disk.
+"""
 
 from typing import Annotated, Any
 
@@ -22,7 +24,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove the files from the checkpoint folders that no row needs.
+    """Remove the files from the checkpoint folders that no database row needs.
 
     These are leftovers of killed trainers, the optimizer state of all but the last two checkpoints, and adapters that no
     episode refers to.

@@ -28,7 +28,10 @@ RewardSet = Annotated[str | None, typer.Option(help="Reward set that ranks store
 StartPolicy = Annotated[
     str | None,
     typer.Option(
-        "--policy", metavar="RUN[@V]", help="With stored episodes: the policy to start from [theirs].", show_default=False
+        "--policy",
+        metavar="RUN[@V]",
+        help="With stored episodes: the policy to start from [that of their run].",
+        show_default=False,
     ),
 ]
 
@@ -92,11 +95,11 @@ class OutputPlace:
 
     @property
     def writing_options(self) -> dict[str, Any]:
-        """The keyword arguments of a training about its model folder, except the folder itself."""
+        """The keyword arguments that a training function takes about writing the model, except the folder."""
         return {"overwrite": self.force, "save_every": self.save_every}
 
     def of(self, default_name: str) -> Path:
-        """Return the model's folder. Without --name and --output-dir, the folder has the name `default_name`."""
+        """Return the model's folder. If neither --name nor --output-dir is given, the folder has the name `default_name`."""
         if self.output_dir and self.name:
             raise ConfigError("--name and --output-dir exclude each other: both set the model's folder.", "Leave one out.")
         target = self.output_dir.expanduser() if self.output_dir else _named_folder(self.name, default_name)
@@ -119,7 +122,9 @@ def _named_folder(own_name: str | None, default_name: str) -> Path:
 def recipe_options(
     steps: int | None, batch_size: int | None, learning_rate: float | None, seed: int, pieces: int, optimizer: str | None
 ) -> dict[str, Any]:
-    """Return the recipe's options that the user gave, by the field names of the recipe."""
+    """Return the options that the user gave, by the field names of the recipe. `pieces` is the minimum number of microbatches
+    per step.
+    """
     if learning_rate is not None and not 0 < learning_rate < float("inf"):
         raise ConfigError(f"--learning-rate must be above 0, not {learning_rate:g}.")
     values: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed}
@@ -129,7 +134,7 @@ def recipe_options(
 
 
 def refuse_options(options: Mapping[str, Any], why: str, hint: str) -> None:
-    """Raise ConfigError with the names of the options that the user gave. If there are none, do nothing."""
+    """If the user gave any of these options, raise ConfigError with their names."""
     names = [option for option, value in options.items() if value is not None]
     if names:
         raise ConfigError(f"{', '.join(names)}: {why}", hint)
@@ -252,7 +257,7 @@ class ProgressBar:
             self._bar.stop()
 
     def begins(self, parameters: object, steps: int, done: int) -> None:
-        """Print which parameters train, and from which step the training is resumed. Start the clock."""
+        """Print which parameters are trained, and from which step the training is resumed. Start the clock."""
         self._began, self._before = time.monotonic(), done
         say(str(parameters))
         if done:

@@ -17,7 +17,7 @@ def buckets(values: Sequence[float], width: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Return one block character per bucket, from the lowest block to the highest."""
+    """Return one block character per bucket. The smallest value has the lowest block, and the largest has the highest."""
     points = buckets(values, width)
     if not points:
         return ""

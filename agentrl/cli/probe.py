@@ -21,7 +21,7 @@ def torch_facts(device: str) -> dict[str, Any]:
     `_device_facts`).
 
     The key `lacking` maps each dtype for which weights are packed to the reason why this CPU cannot pack them. The reason is
-    empty if it can.
+    empty if the CPU can pack them.
     """
     import torch
 
@@ -61,7 +61,9 @@ def _device_facts(device_setting: str) -> dict[str, Any]:
 
 
 def template_facts(folder: str) -> dict[str, Any]:
-    """Return the tool format, the padding token, and why the template cannot be continued (empty if it can)."""
+    """Return the tool format, the padding token, and the reason why a conversation cannot be continued with the template; the
+    reason is empty if it can.
+    """
     from transformers import AutoTokenizer
 
     from agentrl.workflow.chat.rendering import Chat
@@ -79,8 +81,8 @@ def template_facts(folder: str) -> dict[str, Any]:
 
 
 def model_facts(path: str, config: str) -> dict[str, Any]:
-    """Return the model's facts for a plan, or the reason why it cannot be loaded. For a hub model that is not on this machine,
-    return no facts. `path` is the model's folder or name. `config` is the section `model` of a config, as JSON.
+    """Return the model's facts for a plan, or the reason why the model cannot be loaded. For a hub model that is not on this
+    machine, return no facts. `path` is the model's folder or name. `config` is the section `model` of a config, as JSON.
     """
     from agentrl.workflow.config import ModelConfig
     from agentrl.workflow.errors import AgentRLError
@@ -111,7 +113,7 @@ def sampler_facts(path: str, config: str, device: str) -> dict[str, Any]:
 
 
 def update_facts(optimizer: str, devices: str, device: str, numerics: str) -> dict[str, Any]:
-    """Return the reason why this machine cannot run the optimizer, or has fewer devices; empty if it can.
+    """Return the reason why this machine cannot run the optimizer, or has too few devices; empty if there is no such reason.
 
     `devices` is `update.devices`, and `device` is AGENTRL_DEVICE.
     """

@@ -38,7 +38,9 @@ def check_model(config: ModelConfig, base: str) -> dict[str, Any]:
 
 
 def probe_sampler(config: ModelConfig, base: str) -> dict[str, Any]:
-    """Load the model, sample a token, and return how the sampler runs it. Raise ModelError if that fails."""
+    """Load the model, sample a token, and return how the sampler runs the model. Raise ModelError if loading or sampling
+    fails.
+    """
     return _checked(probe_facts("sampler", base, config.model_dump_json(), settings().device, seconds=SAMPLER_SECONDS))
 
 

@@ -1,4 +1,6 @@
-"""`agentrl prompts`: lists the versions of the texts that a run uses; of a prompt search, what it gained, and the tree."""
+"""`agentrl prompts`: lists the versions of the texts that a run uses; for a prompt search, also what the search gained, and the
+tree of its versions.
+"""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,8 +35,8 @@ def prompts(
 ) -> None:
     """List the versions of a run's prompts and other texts, with the origin and the mean reward of each version.
 
-    Of a prompt search, print what it gained and the tree of what it tried; `*` marks the way to the best version. A version is
-    a number, or `best` for the version that a search chose. `show` prints a text and nothing else.
+    For a prompt search, also print what the search gained and the tree of the versions that it tried; `*` marks the path to the
+    best version. A version is a number, or `best` for the version that a search chose. `show` prints a text and nothing else.
     """
     from agentrl.workflow.store.reads.paging import iterate_rows
     from agentrl.workflow.store.reads.resource_rows import ResourceFilter, list_resources

@@ -42,7 +42,7 @@ Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow code fro
 
 
 def pick_run(db: Any, run: str | None) -> str:
-    """Return the named run; without a name the newest, and print its name. Raise NotFoundError if there is none."""
+    """Return `run`. If `run` is None, return the newest run and print its name. Raise NotFoundError if there is no run."""
     from agentrl.workflow.errors import NotFoundError
     from agentrl.workflow.store.reads import run_rows
 
@@ -55,7 +55,9 @@ def pick_run(db: Any, run: str | None) -> str:
 
 
 def pick_episode(db: Any, episode: int | None) -> int:
-    """Return the named episode; without a name the last done one, and print its id. Raise NotFoundError if none is done."""
+    """Return `episode`. If it is None, return the last done episode and print its id. Raise NotFoundError if no episode is
+    done.
+    """
     from agentrl.workflow.errors import NotFoundError
     from agentrl.workflow.store.reads import episode_rows
 
@@ -99,7 +101,7 @@ def stored_reader() -> "Reader":
 
 
 def stored_database() -> Any:
-    """Return the existing database. Raise NotFoundError if there is none: it is never created here."""
+    """Return the existing database. Raise NotFoundError if it does not exist; this function never creates it."""
     return existing_database() or _refuse_empty()
 
 
@@ -260,14 +262,16 @@ def _policy_of_checkpoint(db: Any, policy: str) -> str:
 
 
 def find_trusted_policy(policy: str, trust: bool) -> "tuple[RunConfig, Any]":
-    """Return `find_policy`. The model's code may run if `trust` is true or the run had --trust-remote-code."""
+    """Return the result of `find_policy`. The model's code may run if `trust` is true or the run had --trust-remote-code."""
     config, ref = find_policy(policy)
     trusted = config.model.trust_remote_code or trust
     return config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": trusted})}), ref
 
 
 def check_model_is_there(policy: str, config: "RunConfig") -> None:
-    """Check that a name is a model, if it is not a run's policy. Raise ModelError if the model does not exist."""
+    """If `policy` is the name of a model and not of a run's policy, check that the model exists. Raise ModelError if it does
+    not exist.
+    """
     from agentrl.workflow.errors import ModelError
     from agentrl.workflow.models.lookup import existing_model
 

@@ -1,4 +1,6 @@
-"""`agentrl resume`, `pause` and `cancel`. Each command may be repeated, and prints which work stays and which is done again."""
+"""`agentrl resume`, `pause` and `cancel`. Each command may be repeated. It prints which work is kept, and which work will be
+done again.
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Any

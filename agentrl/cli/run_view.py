@@ -17,14 +17,14 @@ class RunView:
 
     Attributes:
         progress: the counts of the run's open iterations.
-        failure, agent_error: the most frequent failure, and error of the agent.
+        failure, agent_error: the most frequent failure, and the most frequent error of the agent.
         sampled_on: the reason why more episodes than planned are sampled.
         warning: the reason why the run is waiting.
         gained: lines about the gain of a prompt search.
         flat: lines that say why there is no training signal.
         trackers: lines with the run's pages in trackers.
         machines: the newest row of `v_machine` of each host that reports its load at present.
-        seconds: where the seconds of a run that has ended went. See `load_run_seconds`.
+        seconds: for a run that has ended, the seconds that each kind of work took. See `load_run_seconds`.
     """
 
     run: Row
@@ -43,12 +43,12 @@ class RunView:
 
     @property
     def rewards(self) -> list[float]:
-        """The mean rewards of the finished iterations, without iterations that have none."""
+        """The mean rewards of the finished iterations. An iteration without a mean reward is left out."""
         return [row["mean_reward"] for row in self.iterations if row["mean_reward"] is not None]
 
     @property
     def is_active(self) -> bool:
-        """True if the run is still running, or the run is done and an evaluation of it is still running."""
+        """True if the run is still running, or the run is done and one of its evaluations is still running."""
         left = self.run["status"] == "done" and any(row["status"] in OPEN_STATUSES for row in self.evals)
         return left or self.run["status"] in OPEN_STATUSES
 
@@ -78,7 +78,9 @@ class RunView:
 
 
 def iteration_seconds(rows: Sequence[Row]) -> list[float]:
-    """Return the seconds of each iteration since the end of the previous one, so overlapping time counts once."""
+    """Return the duration of each iteration, in seconds. If an iteration began before the previous one ended, the time up to
+    that end is left out, so that overlapping time counts once.
+    """
     seconds, ended = [], None
     for row in rows:
         shared = (ended - row["started_at"]).total_seconds() if ended and row["started_at"] else 0.0

@@ -27,7 +27,7 @@ def serve(
     policy: PolicyName,
     host: Annotated[str, typer.Option(help="Address to listen at; one beyond this machine needs AGENTRL_SERVE_KEY.")] = HOST,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = PORT,
-    name: Annotated[str | None, typer.Option(help="Name of its run [serve-N].", show_default=False)] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run [serve-N].", show_default=False)] = None,
     no_record: Annotated[bool, typer.Option("--no-record", help="Record nothing.")] = False,
     keep_days: Annotated[
         float | None,
@@ -65,9 +65,9 @@ def serve(
 
     The routes are POST /v1/chat/completions, /v1/responses, /v1/messages and /v1/completions, and GET /v1/models. Each client's
     requests are an episode of a run of the kind serve, for `agentrl episodes`, `replay` and `sql`. Requests with the same API
-    key, or the same header X-Agentrl-Episode, belong to one client. Its episode ends by POST /v1/episode/end (which may give it
-    rewards), after --idle-seconds without a request, or with this process. The client chooses temperature, top_p, top_k, min_p
-    and seed.
+    key, or the same header X-Agentrl-Episode, belong to one client. A client's episode ends by POST /v1/episode/end (which may
+    also set rewards), after --idle-seconds without a request, or when this process ends. The client chooses temperature, top_p,
+    top_k, min_p and seed.
     """
     from secrets import randbelow
 

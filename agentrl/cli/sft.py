@@ -97,7 +97,7 @@ def sft(
     min_reward: Annotated[
         float | None, typer.Option(help="Only episodes with this reward or more.", show_default=False)
     ] = None,
-    best: Annotated[int | None, typer.Option(min=1, help="Only the N best of these per task.", show_default=False)] = None,
+    best: Annotated[int | None, typer.Option(min=1, help="Only the N best episodes per task.", show_default=False)] = None,
     reward_set: RewardSet = None,
     policy: StartPolicy = None,
     steps: Annotated[
@@ -129,9 +129,9 @@ def sft(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Fine-tune a model on demonstrations, or on stored episodes; prints its folder.
+    """Fine-tune a model on demonstrations, or on stored episodes; prints the folder of the new model.
 
-    Without --min-reward and --best it learns from every finished episode, whatever its reward.
+    Without --min-reward and --best the model learns from every finished episode, whatever its reward.
     """
     recipe = recipe_options(steps, batch_size, learning_rate, seed, gradient_accumulation_steps, optimizer)
     if min_reward is not None and not isfinite(min_reward):

@@ -22,8 +22,8 @@ def up(
 ) -> None:
     """Start the embedded stack.
 
-    It has a private Redis (unless AGENTRL_BROKER_URL is set), a worker for rollouts and training, a tools worker and a control
-    loop. For a run with an agent it also has an endpoint and an agents worker.
+    The stack has a private Redis (unless AGENTRL_BROKER_URL is set), a worker for rollouts and training, a tools worker and a
+    control loop. For a run with an agent, the stack also has an endpoint and an agents worker.
     """
     from agentrl.workers.stack import embedded, supervisor
     from agentrl.workers.stack.process import database
@@ -120,7 +120,7 @@ def upgrade() -> None:
 
 @db.command("current")
 def current(as_json: Json = False) -> None:
-    """Show the database's revision; exit 4 if it is not this agentrl's."""
+    """Show the database's revision; exit 4 if this agentrl needs another revision."""
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store import migrate
     from agentrl.workflow.store.connect import Database

@@ -55,7 +55,7 @@ def submit(
         str | None,
         typer.Option(
             metavar="RUN[@V]",
-            help="Policy to start from [theirs].",
+            help="Policy to start from [that of their run].",
             show_default=False,
             rich_help_panel=STORED,
         ),

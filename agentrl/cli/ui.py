@@ -39,12 +39,12 @@ def ui(
         list[int] | None,
         typer.Option(metavar="EPISODE", help="Episode that --export must include; repeatable.", show_default=False),
     ] = None,
-    limit_mb: Annotated[float, typer.Option(min=1, max=1000, help="Maximum size of that file, MB.")] = LIMIT_MB,
+    limit_mb: Annotated[float, typer.Option(min=1, max=1000, help="Maximum size of the exported file, in MB.")] = LIMIT_MB,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
-    """Show the rows in a browser: runs, curves, groups, transcripts, tokens. It only reads, and updates while runs are running.
+    """Show the database in a browser: runs, curves, groups, transcripts, tokens. The page only reads, and updates during runs.
 
-    It needs no other service and contacts no other host. Ctrl-C ends it.
+    The command needs no other service and contacts no other host. Ctrl-C ends it.
     """
     from agentrl.workers.page import page_server
 

@@ -77,7 +77,7 @@ def _say_remark(report: "TokensReport") -> None:
     for sentence in report.unverified:
         say(f"NOT VERIFIED: {sentence}")
     if report.precision == "float32" and (report.logprob or report.draw):
-        say("This ran in float32, but a LoRA policy with dtype: auto samples in half precision on a GPU. Verify it there.")
+        say("The check ran in float32, but a LoRA policy with dtype: auto samples in half precision on a GPU. Repeat it there.")
 
 
 def _report_document(result: Any) -> Any:

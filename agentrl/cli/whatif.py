@@ -55,10 +55,10 @@ def whatif(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare algorithms on an update of a run: advantages, loss, gradient, and what one step would change.
+    """Compare algorithms on an update of a run: advantages, loss, gradient, and what one optimizer step would change.
 
-    It uses the stored episodes of the iteration and the policy from which its update started. The run, its checkpoints and the
-    database do not change.
+    The command uses the stored episodes of the iteration, and the policy from which the iteration's update started. The run,
+    its checkpoints and the database do not change.
     """
     from agentrl.workers.requests.whatif_request import prepare_whatif
 

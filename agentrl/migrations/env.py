@@ -1,4 +1,4 @@
-"""Alembic's entrance: runs the migrations on the connection that `store.migrate` hands in."""
+"""The module that Alembic runs: it applies the migrations over the connection that `store.migrate` passes."""
 
 from typing import Any, Literal
 
@@ -9,7 +9,9 @@ from agentrl.workflow.tables.schema import metadata
 
 
 def render_item(kind: str, item: Any, autogen_context: Any) -> str | Literal[False]:
-    """Return a migration stands alone: our column type is written as what it is in the database."""
+    """Return the source of a column type for a new migration. `Utc` is written as the SQLAlchemy type that it is in the
+    database, because a migration must not import agentrl's column types.
+    """
     return "sa.DateTime(timezone=True)" if kind == "type" and isinstance(item, Utc) else False
 
 

@@ -212,7 +212,7 @@ ONE = {"role": "assistant", "parts": ["x"]}
 @pytest.mark.parametrize("logprob", ["-1" + "0" * 400, "-1e300", "-1e999", "NaN", "0.1"])
 def test_adapter_refuses_logprob_beyond_float32(logprob: str) -> None:
     told = {"prompt_token_ids": [1], "response_token_ids": [1], "logprobs.content": f"[{logprob}]"}
-    with pytest.raises(ValueError, match="a token's logprob is a number from"):
+    with pytest.raises(ValueError, match="a token's logprob must be a number from"):
         agentlightning.turn(span(1, "x", flat((ASKED,), ANSWER) | told))
 
 

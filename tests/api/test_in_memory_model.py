@@ -47,7 +47,9 @@ def test_grpo_opens_its_model_for_a_loop_by_hand(home: Path) -> None:
         worker, trainer = agentrl.RolloutWorker(policy, "plain", rewards=rewards), agentrl.GRPOTrainer(policy, grpo)
         assert "loss" in trainer.update(worker.run_episodes(ROWS, group_size=8))
         assert policy.ref.version == 1
-        with pytest.raises(ConfigError, match=r"lora_r cannot change: .* Open it with that: GRPO\(MODEL, lora_r="):
+        with pytest.raises(
+            ConfigError, match=r"lora_r cannot change: .* Set it when the model is opened: GRPO\(MODEL, lora_r="
+        ):
             agentrl.GRPOTrainer(policy, agentrl.PPO(lora_r=8))
     assert Path(policy.ref.base).parent == settings().models_dir
 

@@ -199,7 +199,10 @@ NO_ROWS: dict[str, tuple[Any, str]] = {
     "a text for a row": (["What is 2?"], "Row 0 is a str"),
     "NaN": ([{"question": "What?", "answer": float("nan")}], "Row 0 has no value for 'answer': it is nan"),
     "NaN within": ([{"question": "What?", "more": [float("nan")]}], "Row 0, 'more' cannot be written as JSON"),
-    "an object": ([{"question": "What?", "answer": object()}], "Row 0, 'answer' cannot be written as JSON: JSON has no object"),
+    "an object": (
+        [{"question": "What?", "answer": object()}],
+        "Row 0, 'answer' cannot be written as JSON: JSON has no type for object",
+    ),
     "half a character": ([{"question": "\ud800"}], "Row 0, 'question' cannot be written as JSON: .*surrogates"),
 }
 
@@ -231,9 +234,9 @@ def test_trainer_data_folder_unwritable_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["threads", "processes"])
 @pytest.mark.parametrize("given", [7, None, ["x"], {"a": 1}, b"x", object()])
 def test_trainer_refuses_constant_as_reward_or_hook(given: Any, strategy: Any) -> None:
-    with pytest.raises(ConfigError, match=r"is no reward\. Pass a function"):
+    with pytest.raises(ConfigError, match=r"is not a valid reward\. Pass a function"):
         agentrl.Trainer(rewards=[given], strategy=strategy).config(train_dataset=ROWS)
-    with pytest.raises(ConfigError, match=r"is no hook\. Pass a function"):
+    with pytest.raises(ConfigError, match=r"is not a valid hook\. Pass a function"):
         agentrl.Trainer(hooks=[given], strategy=strategy).config(train_dataset=ROWS)
 
 

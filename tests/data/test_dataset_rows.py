@@ -252,7 +252,7 @@ def test_dataset_file_of_wrong_format_is_refused(tmp_path: Path) -> None:
     assert "two columns called 'answer'" in refusal(file("twice.csv", b"answer,answer\n1,2\n"))
     assert "names no columns" in refusal(file("empty.csv", b""))
     assert "a column without a name" in refusal(file("nameless.csv", b"question,,answer\n"))
-    assert "has one column, 'question;answer': ';' stands where ',' is read" in refusal(
+    assert "has only one column, 'question;answer': it has ';' where the separator ',' is expected" in refusal(
         file("semi.csv", b"question;answer\na;1\n")
     )
     assert "Convert it: tr '\\r' '\\n' < mac.csv" in refusal(file("mac.csv", b"question,answer\ra,1\r"))

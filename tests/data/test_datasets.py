@@ -358,7 +358,7 @@ def test_load_tasks_refuses_unusable_files(tmp_path: Path) -> None:
         load_tasks(DatasetConfig(name=str(tmp_path / "folder.jsonl")))
     with pytest.raises(DatasetError, match=r"has no tasks\. Write one JSON object per line"):
         load_tasks(DatasetConfig(name=str(write(tmp_path / "empty.jsonl", b""))))
-    with pytest.raises(DatasetError, match="one split, 'train'"):
+    with pytest.raises(DatasetError, match="only the split 'train'"):
         load_tasks(DatasetConfig(name=str(write(tmp_path / "one.jsonl", GOOD)), split="test"))
 
 

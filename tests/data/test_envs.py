@@ -150,7 +150,7 @@ def test_text_answer_rejects_these_forms(text: str) -> None:
 
 def test_text_answer_accepts_alias_and_needs_word_in_reference() -> None:
     assert reward("text_answer", "NYC", "New York", aliases=["nyc", "The Big Apple"]) == 1.0
-    with pytest.raises(RewardError, match="holds no word"):
+    with pytest.raises(RewardError, match="contains no word"):
         reward("text_answer", "x", "the ...")
 
 
@@ -257,7 +257,7 @@ def test_sql_match_compares_order_only_if_query_orders(query: str, is_ordered: b
 
 @pytest.mark.parametrize("reference", ["SELECT nothing at all", "DELETE FROM books", "SELECT 1 WHERE 0", ""])
 def test_sql_match_reference_without_rows_is_error(reference: str) -> None:
-    with pytest.raises(RewardError, match="does not run, or gives no row"):
+    with pytest.raises(RewardError, match="does not run, or returns no row"):
         reward("sql_match", "SELECT 1", reference, database="bookshop.sql")
 
 

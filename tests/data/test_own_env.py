@@ -183,7 +183,7 @@ class Twice(Own):
     [
         (Own(), "Own.final_reward raised AttributeError"),
         (Raising(), "Raising.final_reward raised SystemExit: no"),
-        (Word(), "a reward is a number, not 'str'"),
+        (Word(), "a reward must be a number, not 'str'"),
         (NotANumber(), "returned nan for 'bonus'"),
         (Twice(), "names a part 'format', and a reward of this env has that name"),
     ],

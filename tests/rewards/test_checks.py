@@ -234,7 +234,7 @@ def test_program_tests_with_too_many_calls_is_refused(box: None, tmp_path: Path)
 REFUSED = {
     "no plain data": (
         "    import re\n    for pattern in [re.compile('a')]:\n        assert candidate(pattern) == 1",
-        "they pass what is no plain data, and is not written in the call itself: Pattern",
+        "they pass arguments that are not plain data and are not written in the call itself: Pattern",
     ),
     "a wrong reference": (
         "    for n in range(2):\n        assert candidate(n) == n + 1",

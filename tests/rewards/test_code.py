@@ -509,7 +509,7 @@ def test_code_file_names_malformed_rows_and_skips_on_request(tmp_path: Path) -> 
     assert all(f"line {number}: " in told.value.message for number in range(2, 12))
     loaded = load_tasks(DatasetConfig(name=str(path), skip_bad_rows=True))
     assert ([task.key for task in loaded.tasks], len(loaded.skipped)) == (["bad/1"], 10)
-    with pytest.raises(DatasetError, match="one split"):
+    with pytest.raises(DatasetError, match="only the split"):
         load_tasks(DatasetConfig(name=str(path), split="test"))
     with pytest.raises(DatasetError, match="code is a format"):
         find("datasets", "code").load("train")

@@ -117,7 +117,7 @@ def test_code_judge_lost_is_replaced() -> None:
 
 def test_code_judge_lost_every_time_is_system_failure(anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_judge, "_source", lambda module: "import os\ndef verdicts(pairs): os.kill(os.getppid(), 9)")
-    with pytest.raises(InfraError, match="failed a judge"):
+    with pytest.raises(InfraError, match="failed while it ran a judge"):
         code_judge.passed([(CASES[1].text, "7")])
 
 

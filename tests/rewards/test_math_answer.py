@@ -76,7 +76,7 @@ def test_math_answer_judges_only_finished_answer(held: None) -> None:
 
 
 def test_math_answer_reference_without_mathematics_is_error(held: None) -> None:
-    with pytest.raises(RewardError, match="holds no mathematics"):
+    with pytest.raises(RewardError, match="contains no mathematical expression"):
         right("72", " ")
 
 

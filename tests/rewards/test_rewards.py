@@ -172,8 +172,8 @@ def test_reward_exception_or_non_number_fails_episode(user_rewards: Path) -> Non
         ([0.5], "returned 1 numbers, and the episode has 2 steps"),
         ([0.5, float("nan")], "returned nan at step 1"),
         ((9e29, 9e29), "whose sum is 1.8e[+]30; the largest that can be trained on is 1e[+]30"),
-        ([0.5, None], "raised TypeError: a reward is a number, not 'NoneType'"),
-        ("0.5", "raised TypeError: a reward is a number, not 'str'"),
+        ([0.5, None], "raised TypeError: a reward must be a number, not 'NoneType'"),
+        ("0.5", "raised TypeError: a reward must be a number, not 'str'"),
         (-1e200, "returned -1e[+]200; the largest"),
     ],
 )

@@ -312,13 +312,13 @@ def test_fetch_gives_up_page_slow_to_parse(site: str, path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("/binary", "image/png, no text"),
+        ("/binary", "image/png, not text"),
         ("/large", "longer than 1000000 bytes"),
         ("/zipped", "compressed"),
         ("/gone", "answers 404"),
         ("/loop", "redirected more than 3 times"),
         ("/far", "elsewhere.example:80 may not be fetched"),
-        ("/file", "no http:// or https:// URL"),
+        ("/file", "not an http:// or https:// URL"),
         ("/inward", "127.0.0.1:1 may not be fetched"),
     ],
 )

@@ -463,7 +463,7 @@ def test_resume_continues_after_environment_is_fixed(stack: Stack, tmp_path: Pat
     up(stack)
     refused = command(stack, Path("/"), "resume", "own")
     assert refused.returncode == 11, refused.stderr + stack.logs()
-    assert "this command cannot run it either" in refused.stderr
+    assert "this command lacks something that the run needs, too" in refused.stderr
     assert run_rows.describe_run(stack.database, "own")["status"] == "failed", "it is not running again"
     resumed = command(stack, tmp_path, "resume", "own")
     assert resumed.returncode == 0, resumed.stderr + stack.logs()

@@ -350,7 +350,7 @@ def test_python_tool_runs_with_or_without_session() -> None:
 
 
 def test_session_without_episode_is_refused_or_lasts_chat(box: None) -> None:
-    with pytest.raises(ConfigError, match="needs an episode"):
+    with pytest.raises(ConfigError, match="keeps a session for each episode"):
         python_session.call({"code": "1"})
     notebook = Notebook()
     assert [notebook.run(python_session, {"code": code}).content for code in ("x = 2", "x", "1 / 0", "x")][1::2] == ["2", "2"]

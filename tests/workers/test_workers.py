@@ -411,8 +411,8 @@ def ends(db: Database) -> set[tuple[Any, ...]]:
         (NotANumber, "NotANumber.on_rollout_end returned nan for 'bonus'"),
         (Endless, "the weighted sum of the reward parts is 1.8e+30; the largest that can be trained on is 1e+30"),
         (Missing, "Missing.on_rollout_end raised TypeError"),
-        (Words, "raised TypeError: a reward is a number, not 'str'"),
-        (LongName, "a name has 1 to 64 printable characters"),
+        (Words, "raised TypeError: a reward must be a number, not 'str'"),
+        (LongName, "a name must have 1 to 64 printable characters"),
     ],
 )
 def test_hook_reward_that_is_none_fails_episode(sqlite: Database, hook: type, why: str) -> None:

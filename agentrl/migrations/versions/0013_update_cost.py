@@ -1,4 +1,4 @@
-"""What an update cost: the GPU's peak memory, how fast it computed, and which share of the GPU's peak that is."""
+"""The cost of an update: the GPU's peak memory, its computing speed, and the share of the GPU's highest speed."""
 
 import sqlalchemy as sa
 from alembic import op

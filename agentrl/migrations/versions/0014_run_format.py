@@ -11,13 +11,13 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Rename the column; new runs name their format, so it has no default."""
+    """Rename the column. Each new run names its format, so the column has no default."""
     with alter_table("runs") as runs:
         runs.alter_column("key_scheme", new_column_name="format", existing_type=sa.Integer(), server_default=None)
     pause_running_runs()
 
 
 def downgrade() -> None:
-    """Rename it back. Older code then treats runs of a newer format as its own."""
+    """Rename the column back. Older code then treats runs of a newer format as its own."""
     with alter_table("runs") as runs:
         runs.alter_column("format", new_column_name="key_scheme", existing_type=sa.Integer(), server_default="1")

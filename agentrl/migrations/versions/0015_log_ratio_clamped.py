@@ -1,4 +1,4 @@
-"""The share of tokens whose log ratio was clamped, of each optimizer step."""
+"""For each optimizer step, the share of tokens whose log ratio was clamped."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Whether a call was written as bare JSON, without what the tool format puts around it."""
+"""For each call, whether it was written as bare JSON, without the marks of the tool format."""
 
 import sqlalchemy as sa
 from alembic import op

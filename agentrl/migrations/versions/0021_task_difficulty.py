@@ -17,6 +17,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Remove the column: runs go on in the order of the seed."""
+    """Remove the column. Runs then continue in the order of the seed."""
     with alter_table("run_tasks") as tasks:
         tasks.drop_column("difficulty")

@@ -1,4 +1,6 @@
-"""A step may be copied from the record of a lost attempt, and a side call of an agent does not train."""
+"""For each step, whether it was copied from the record of a lost attempt, and whether it is a side call of an agent, which is
+not trained on.
+"""
 
 import sqlalchemy as sa
 from alembic import op
@@ -18,7 +20,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Remove the columns: side calls train."""
+    """Remove the columns. Older code then trains on side calls too."""
     with alter_table("steps") as steps:
         for name in ("replayed", "side_call"):
             steps.drop_column(name)

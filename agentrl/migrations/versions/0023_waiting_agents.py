@@ -1,4 +1,4 @@
-"""An index finds the agents that wait for somebody to run them."""
+"""An index to find the agents that wait for a worker or program to run them."""
 
 from alembic import op
 

@@ -76,7 +76,7 @@ class SpanMessage:
     Args:
         message: the message.
         calls: the id of each of its calls; an empty text for a call without an id.
-        answers: the id of the call to which a tool result belongs; empty if the span does not say.
+        answers: the id of the call to which a tool result belongs; empty if the span does not name the call.
     """
 
     message: Message
@@ -90,9 +90,9 @@ def make_turn(
     """Build a turn, and validate the token ids of the span. Raise ValueError if the turn is invalid."""
     history, answers = _answered(messages)
     if not history or len(history) > MAX_MESSAGES:
-        raise ValueError(f"a turn has 1 to {MAX_MESSAGES} messages before it")
+        raise ValueError(f"a turn must have 1 to {MAX_MESSAGES} messages before it")
     if sum(len(message.content) + len(message.thought) for message in (*history, reply)) > MAX_TEXT:
-        raise ValueError(f"the messages of a turn have at most {MAX_TEXT} characters")
+        raise ValueError(f"the messages of a turn may have at most {MAX_TEXT} characters")
     prompt_ids, sampled_ids = (_ids(span, names) for names in (span_names.PROMPT_IDS, span_names.SAMPLED_IDS))
     ended: FinishReason = "length" if finish_reason in ("length", "max_tokens") else "stop"
     logprobs = _logprobs(span, len(sampled_ids))
@@ -103,7 +103,7 @@ def make_message(role: Any, content: str, calls: Sequence[ToolCall] = (), though
     """Build a message. Raise ValueError if the role is unknown."""
     chat_role = ROLES.get(role) if isinstance(role, str) else None
     if chat_role is None:
-        raise ValueError(f"a message's role is one of {', '.join(ROLES)}, not {str(role)[:40]!r}")
+        raise ValueError(f"a message's role must be one of {', '.join(ROLES)}, not {str(role)[:40]!r}")
     return Message(
         chat_role, content, thought, tuple(calls) if chat_role == "assistant" else (), name if chat_role == "tool" else ""
     )
@@ -123,7 +123,7 @@ def make_schema(name: Any, description: Any, parameters: Any) -> Schema:
 
 
 def parsed(value: Any) -> Any:
-    """Parse a value that is JSON text, and return any other unchanged. Raise ValueError if it is nested too deep."""
+    """Parse a value that is JSON text; return any other value unchanged. Raise ValueError if the value is nested too deep."""
     if isinstance(value, str) and len(value) <= MAX_TEXT:
         with suppress(ValueError, RecursionError):
             value = _with_whole_characters(json.loads(value), MAX_DEPTH + 1) if "\\u" in value else json.loads(value)
@@ -180,7 +180,7 @@ def _ids(span: Span, names: Sequence[str]) -> tuple[int, ...]:
         or len(value) > MAX_TOKENS
         or not all(type(token) is int and 0 <= token <= MAX_ID for token in value)
     ):
-        raise ValueError(f"token ids are a list of at most {MAX_TOKENS} whole numbers from 0")
+        raise ValueError(f"token ids must be a list of at most {MAX_TOKENS} whole numbers, 0 or more")
     return tuple(value)
 
 
@@ -192,5 +192,5 @@ def _logprobs(span: Span, count: int) -> tuple[float, ...]:
     if len(logprobs) != count:
         return ()
     if not all(type(entry) in (int, float) and LOWEST_LOGPROB <= entry <= 0 for entry in logprobs):
-        raise ValueError(f"a token's logprob is a number from {LOWEST_LOGPROB:g} to 0")
+        raise ValueError(f"a token's logprob must be a number from {LOWEST_LOGPROB:g} to 0")
     return tuple(map(float, logprobs))

@@ -29,7 +29,7 @@ def _turn(span: Span) -> Turn | None:
     if not fields[PROMPT] or not fields[COMPLETION]:
         return None
     if len(fields[PROMPT]) > MAX_MESSAGES:
-        raise ValueError(f"a turn has at most {MAX_MESSAGES} messages before it")
+        raise ValueError(f"a turn may have at most {MAX_MESSAGES} messages before it")
     completion = fields[COMPLETION].get(0)
     if completion is None:
         raise ValueError(f"{COMPLETION}.0 is missing")

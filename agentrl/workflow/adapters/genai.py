@@ -17,13 +17,13 @@ def _turn(span: Span) -> Turn | None:
         return None
     inputs, outputs = (parsed(span.attributes[name]) for name in (names.GEN_AI_INPUT, names.GEN_AI_OUTPUT))
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not outputs:
-        raise ValueError(f"{names.GEN_AI_INPUT} and {names.GEN_AI_OUTPUT} are lists of messages")
+        raise ValueError(f"{names.GEN_AI_INPUT} and {names.GEN_AI_OUTPUT} must be lists of messages")
     system = parsed(span.attributes.get(names.GEN_AI_SYSTEM)) or []
     before = [{"role": "system", "parts": system if isinstance(system, list) else [system]}] if system else []
     messages = [message for item in [*before, *inputs] for message in _messages(item)]
     answers = [item.message for item in _messages(outputs[0])]
     if len(answers) != 1 or answers[0].role != "assistant":
-        raise ValueError(f"the first of {names.GEN_AI_OUTPUT} is an assistant's message")
+        raise ValueError(f"the first message of {names.GEN_AI_OUTPUT} must be an assistant's message")
     endings = parsed(span.attributes.get(names.GEN_AI_ENDINGS))
     ending = outputs[0].get("finish_reason") or (endings[0] if isinstance(endings, list) and endings else "stop")
     return make_turn(span, messages, answers[0], _tools(span), str(ending))
@@ -31,7 +31,7 @@ def _turn(span: Span) -> Turn | None:
 
 def _messages(item: Any) -> list[SpanMessage]:
     if not isinstance(item, Mapping):
-        raise ValueError("a message is an object with role and parts")
+        raise ValueError("a message must be an object with role and parts")
     parts = item.get("parts", item.get("content", []))
     parts = parts if isinstance(parts, list) else [parts]
     texts, thoughts, calls = list[str](), list[str](), []

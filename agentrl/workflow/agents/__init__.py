@@ -42,7 +42,8 @@ class LLM:
     def variables(self) -> dict[str, str]:
         """The environment variables with which SDKs, Codex and Claude Code find the model.
 
-        The last one stops the requests of Claude Code that are not part of its task, such as that for a title.
+        CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC stops requests of Claude Code that are not part of the task, such as the
+        request for a title.
         """
         return {
             **{"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key, "OPENAI_MODEL": self.model},
@@ -99,7 +100,7 @@ class AgentResult:
 
 
 def freeze_clock() -> None:
-    """Stop the clock of this process at the time in CLOCK; without that variable, do nothing.
+    """Stop the clock of this process at the time in the environment variable AGENTRL_CLOCK. Do nothing if it is not set.
 
     The date and time of Python stand still: `time.time`, `time.time_ns`, `time.localtime`, `time.gmtime`, `time.strftime`, and
     the present time of `datetime` and `date`. Clocks that measure durations go on (`time.monotonic`, `time.perf_counter`), and
@@ -115,7 +116,7 @@ def read_result(value: Any) -> AgentResult:
     """Validate the value that an agent returned.
 
     Raises:
-        TypeError, ValueError: the value is not a valid result; the message says which values are.
+        TypeError, ValueError: the value is not a valid result; the message says which values are valid.
     """
     if isinstance(value, str):
         value = {"text": value}
@@ -154,7 +155,7 @@ def _number(value: Any) -> float:
     value = item() if callable(item) and not isinstance(value, int | float) else value
     if not isinstance(value, int | float):
         raise TypeError(
-            f"an agent returns None, a string, a number, a dict of numbers or an Answer, not {type(value).__name__:.100}"
+            f"an agent must return None, a string, a number, a dict of numbers or an Answer, not {type(value).__name__:.100}"
         )
     if not math.isfinite(value):
         raise ValueError("a reward must be a finite number")

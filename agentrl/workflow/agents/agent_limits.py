@@ -20,7 +20,7 @@ TRIAL = ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--ro-bind", "/", "
 NOBODY = "65534"
 TRIAL_SECONDS = 20.0
 MAX_READ_BYTES = 2**20
-"""The largest file of a program that is compared with a worker's, in bytes."""
+"""The largest size, in bytes, of an agent's file that is compared with the worker's copy of the file."""
 _INTERPRETERS = re.compile(r"(ba|da|z)?sh|(python|node|perl|ruby)[0-9.]*")
 
 
@@ -37,11 +37,12 @@ def check_held(agent: AgentConfig) -> None:
 
 
 def bubblewrap_works(agent: AgentConfig) -> bool:
-    """Return True if bubblewrap can start the agent's sandbox here; False in a container of ours without bubblewrap, in which
-    Landlock confines agents.
+    """Return True if bubblewrap can start the agent's sandbox here; False in agentrl's own container image if bubblewrap does
+    not work there; Landlock then confines agents.
 
     Raises:
-        ConfigError: bubblewrap is missing or cannot start a sandbox, and this is no container of ours.
+        ConfigError: bubblewrap is missing or cannot start a sandbox, and this process does not run in agentrl's own container
+            image.
     """
     program = shutil.which("bwrap")
     reason = "" if program is None else _refusal(program, agent.network == "endpoint")
@@ -54,8 +55,8 @@ def bubblewrap_works(agent: AgentConfig) -> bool:
         raise ConfigError("The agent needs bubblewrap, which is not installed here.", hint)
     raise ConfigError(
         f"The agent needs bubblewrap, which cannot start a sandbox here: {reason}.",
-        "Allow user namespaces (a container's seccomp profile forbids them), or say --agent-unsafe where nothing else "
-        "can be harmed.",
+        "Allow user namespaces (a container's seccomp profile forbids them), or pass --agent-unsafe on a machine where "
+        "nothing else can be harmed.",
     )
 
 
@@ -121,7 +122,8 @@ def _files_of(agent: AgentConfig) -> dict[str, Path]:
 
 
 def read_program(agent: AgentConfig | None) -> str:
-    """Return the texts of the files of the working directory that the agent's command names; empty for a function.
+    """Return the contents of the files in the working directory that the agent's command names, as one text; empty if the agent
+    is a function.
 
     Raises:
         OSError: a file cannot be read.

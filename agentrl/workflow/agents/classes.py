@@ -54,8 +54,8 @@ def as_function(value: Any) -> Callable[..., Any]:
 
 
 def by_name(function: Callable[..., Any], texts: Collection[str]) -> list[str]:
-    """Return the names of the arguments that must be passed to an agent function by keyword. The names are empty if the
-    function takes neither `resources` nor a text of the run.
+    """Return the names of the arguments that must be passed to an agent function by keyword; empty if the function takes
+    neither `resources` nor a text of the run.
 
     Args:
         function: the agent function.

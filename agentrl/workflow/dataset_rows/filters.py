@@ -35,7 +35,7 @@ EXAMPLE = "Write a condition in SQL over the columns, with texts in single quote
 
 
 class RowFilter:
-    """A condition on rows. At the end, `check_columns` reports a column that no row had."""
+    """A condition on rows. Call `check_columns` after the last row: it reports a column that no row had."""
 
     def __init__(self, condition: str, source: str) -> None:
         if len(condition) > MAX_CONDITION or "\0" in condition:
@@ -115,7 +115,7 @@ class RowFilter:
 
     def _add_missing(self, name: str) -> None:
         if name in self._missing:
-            raise DatasetError(f"--filter does not know {name!r}.", EXAMPLE)
+            raise DatasetError(f"--filter uses the unknown name {name!r}.", EXAMPLE)
         self._missing.add(name)
         self._bound.clear()
 

@@ -30,7 +30,7 @@ SKIPPED_BYTES = 1 << 20
 
 
 class SourceRow(NamedTuple):
-    """A row of a dataset: its columns, or the problem with which it cannot be read.
+    """A row of a dataset: its columns, or the reason why the row cannot be read.
 
     Args:
         label: the prefix of the row's permanent key, `LABEL/NUMBER`.
@@ -61,8 +61,8 @@ Reader = Callable[[Path, str, str], Iterator[SourceRow]]
 
 def read_rows(path: Path, label: str = "", where: str = "") -> Iterator[SourceRow]:
     """Yield the rows of a file. The file's suffix, in lower or upper case, selects the reader (`READERS`). `label` is the
-    prefix of the rows' keys. `where` is the text before the unit in which rows are counted, for messages. Raise DatasetError if
-    the file does not exist, it does not have the format of its suffix, or the suffix is unknown.
+    prefix of the rows' keys. In messages, a row is called `where`, then "line" or "row", then the row's number. Raise
+    DatasetError if the file does not exist, it does not have the format of its suffix, or the suffix is unknown.
     """
     suffix = path.suffix.lower()
     if suffix not in READERS:
@@ -175,7 +175,8 @@ def _check_columns(path: Path, names: list[str]) -> None:
 def _check_delimiter(path: Path, names: list[str], delimiter: str) -> None:
     """Raise DatasetError if a character other than the delimiter separates the columns."""
     if len(names) == 1 and (mark := next((mark for mark in ";\t|" if mark in names[0]), "")):
-        message = f"{str(path)!r} has one column, {names[0]!r:.200}: {mark!r} stands where {delimiter!r} is read."
+        separator = f"it has {mark!r} where the separator {delimiter!r} is expected"
+        message = f"{str(path)!r} has only one column, {names[0]!r:.200}: {separator}."
         raise DatasetError(message, "Separate its columns by commas, or by tabs in a file called .tsv.")
 
 

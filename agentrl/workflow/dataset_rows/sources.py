@@ -35,7 +35,9 @@ _WORD = re.compile(r"[A-Za-z0-9]+")
 
 
 def kind_of_source(name: str) -> Literal["file", "folder", "hub", "plugin"]:
-    """Return the kind of source of a dataset's name. Without slash and suffix: a plug-in, or else a folder."""
+    """Return the kind of source that a dataset's name refers to. A name without a slash and without a file suffix is a plug-in
+    or, if no plug-in has this name and a folder does, that folder.
+    """
     if Path(name).suffix.lower() in READERS or expand_home(name).is_file():
         return "file"
     if "/" not in name and not name.startswith((".", "~")):
@@ -47,7 +49,7 @@ def kind_of_source(name: str) -> Literal["file", "folder", "hub", "plugin"]:
 
 
 def expand_home(name: str) -> Path:
-    """Return a dataset's name as a path with `~` expanded. Raise DatasetError if it contains a NUL character."""
+    """Return a dataset's name as a path with `~` expanded. Raise DatasetError if the name contains a NUL character."""
     if "\0" in name:
         raise DatasetError(f"The name of the dataset {name!r:.200} holds a NUL character.", "Leave it out.")
     try:
@@ -57,11 +59,13 @@ def expand_home(name: str) -> Path:
 
 
 def source_files(name: str, split: str) -> list[Path]:
-    """Return the split's files in order; empty without files. Raise DatasetError if it is missing, or in two formats."""
+    """Return the split's files in order; empty for a plug-in or a dataset of the hub. Raise DatasetError if the file or folder
+    has no such split, or the split has files of two formats.
+    """
     kind, path = kind_of_source(name), expand_home(name)
     if kind == "file":
         if split != "train":
-            message = f"{str(path)!r} is one split, 'train', and {split!r} was asked."
+            message = f"{str(path)!r} has only the split 'train', and {split!r} was requested."
             raise DatasetError(message, "Pass --split train, or name the other split's file.")
         return [path]
     return _split_files(path, split) if kind == "folder" else []
@@ -99,7 +103,9 @@ def hash_source(name: str, split: str) -> str:
 
 
 def nested_value(values: dict[str, Any], column: str) -> Any:
-    """Return the value of a column, or of a key in it (`COLUMN.KEY`). Raise KeyError if it does not exist."""
+    """Return the value of a column, or of a key in a column (`COLUMN.KEY`). Raise KeyError if the column or the key does not
+    exist.
+    """
     if column in values:
         return values[column]
     head, _, rest = column.partition(".")
@@ -177,7 +183,7 @@ def _read_hub(config: DatasetConfig) -> Iterator[SourceRow]:
     answer = hub.ask_hub("dataset", name)
     if answer == "unknown":
         message = f"There is no folder {name!r} here, and the hub has no such dataset, or you may not see it."
-        raise DatasetError(message, "Check the name. Log in: hf auth login")
+        raise DatasetError(message, "Check the name, or log in: hf auth login")
     if answer == "away":
         if not hub.has_fetched_dataset(name):
             message = f"There is no folder {name!r} here, and the hub does not answer."

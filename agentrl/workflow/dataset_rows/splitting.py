@@ -31,7 +31,7 @@ def find_repeated(tasks: Iterable[Task]) -> Iterator[tuple[Task, Task]]:
 
 
 def find_shared(tasks: Sequence[Task], others: Iterable[Task]) -> Iterator[tuple[Task, Task]]:
-    """Yield (task, other) for each task of `others` that has the question of one of `tasks`."""
+    """For each task in `others` whose question is also in `tasks`, yield the pair (task of `tasks`, task of `others`)."""
     mine = {question_key(task): task for task in tasks}
     for other in others:
         if (task := mine.get(question_key(other))) is not None:
@@ -42,7 +42,9 @@ SPLITS = ("train", "test")
 
 
 def is_held_out(key: bytes, share: float, seed: int) -> bool:
-    """Return True if the question belongs to the test split. Only hash(seed, question) decides."""
+    """Return True if the question belongs to the test split. Only a hash of the seed and `key` decides, so equal questions get
+    the same split. `key` is the `question_key` of the question.
+    """
     digest = hashlib.sha256(f"{seed}|split|".encode() + key).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
@@ -50,8 +52,9 @@ def is_held_out(key: bytes, share: float, seed: int) -> bool:
 def write_splits(rows: Iterable[tuple[dict[str, Any], bool]], folder: Path, force: bool = False) -> dict[str, int]:
     """Write the held-out rows to `test.jsonl` and the other rows to `train.jsonl`. Return the number of rows of each split.
 
-    Either both files are written or neither. Raise ConflictError if a file exists, and `force` is off. Raise DatasetError if a
-    split has no row, or the rows cannot be read. Raise ServiceError if the folder cannot be written, or the disk is full.
+    `rows` are pairs (columns, True if held out). Either both files are written or neither. Raise ConflictError if a file
+    exists, and `force` is off. Raise DatasetError if a split has no row, or the rows cannot be read. Raise ServiceError if the
+    folder cannot be written, or the disk is full.
     """
     files = {split: folder / f"{split}.jsonl" for split in SPLITS}
     if not force and (existing := next((file for file in files.values() if file.exists()), None)):

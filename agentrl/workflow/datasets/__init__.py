@@ -20,10 +20,11 @@ class Dataset:
     """A source of tasks.
 
     Args:
-        load: a function from a split to its tasks, in a fixed order. It raises DatasetError.
+        load: a function that takes the name of a split, and returns the split's tasks in a fixed order. It raises DatasetError
+            if there is no such split, or the tasks cannot be read.
         env: the name of the env for the tasks.
-        demonstrations: a function from (tasks, seed) to one conversation per task that solves it (for `agentrl sft`), or None
-            for a task without one. Unset if the dataset has no demonstrations.
+        demonstrations: a function of (tasks, seed). For each task it yields a conversation that solves the task, for `agentrl
+            sft`, or None if it has none. Unset if the dataset has no demonstrations.
         sft_split: the split that `agentrl sft` trains on.
     """
 
@@ -88,7 +89,7 @@ def load_tasks(config: DatasetConfig, seed: int = 0) -> LoadedTasks:
 
 def split_mixture(name: str) -> dict[str, float | None]:
     """Parse `A,B` or `A=0.7,B=0.3`, and return the weight of each dataset. A dataset without a weight has None. Raise
-    ConfigError if a weight is missing or not above 0, or a dataset is named twice.
+    ConfigError if only some datasets have a weight, a weight is not above 0, or a dataset is named twice.
     """
     if "," not in name or Path(name).is_file():
         return {name: None}
@@ -185,7 +186,7 @@ def is_file(name: str) -> bool:
 
 
 def is_rows(name: str) -> bool:
-    """Return True if the dataset consists of rows, in a file, in a folder or on the hub. A plug-in does not."""
+    """Return True if the dataset consists of rows in a file, in a folder or on the hub; False for a plug-in."""
     return sources.kind_of_source(name) != "plugin"
 
 
@@ -217,7 +218,7 @@ def changed_files(hashes: Mapping[str, str], split: str) -> list[str]:
 
 
 def env_of(config: DatasetConfig) -> str:
-    """Return the name of the dataset's env. Of a mixture, return the env that all its datasets share; empty if their envs
+    """Return the name of the dataset's env. For a mixture, return the env that all of its datasets share; empty if their envs
     differ. The function reads at most the first task. Raise ConfigError if the dataset does not exist. Raise DatasetError if
     the dataset cannot be read.
     """

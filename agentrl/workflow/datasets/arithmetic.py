@@ -2,7 +2,8 @@
 
 There are 512 tasks for training, 256 held-out tasks, and 16,384 more (split `warmup`) for supervised fine-tuning. No question
 is in two splits. In the demonstrations, an unreliable teacher calls the calculator and answers with the result, but often
-confuses one operator with another. So a model that imitates it solves half of the tasks, and learns the words by reinforcement.
+confuses one operator with another. So a model that imitates the teacher solves half of the tasks. Reinforcement learning can
+then teach it which operator each word means.
 """
 
 import random
@@ -20,8 +21,9 @@ LEVELS = (2, range(1, 21)), (2, range(10, 100)), (3, range(1, 11))
 
 CONFUSED_OPERATORS = {"plus": "-", "minus": "*", "times": "+"}
 MISTAKE_RATE = 0.4
-"""The probability that the teacher writes the confused operator. Each word is always confused with the same other operator. At
-the same share of right answers, a model learns this ten times faster than random operators.
+"""The probability that the teacher writes the confused operator. Each word is always confused with the same other operator. A
+model learns such a teacher's answers ten times faster than those of a teacher that draws wrong operators at random, at the same
+share of right answers.
 """
 
 

@@ -7,8 +7,9 @@ Tests over constants (`assert f(1, 2) == 3 * 19`) are parsed here and never run.
 of the row run as a program, in a process without model-written code (`sandbox.program_tests`). A row whose tests cannot all be
 judged is refused.
 
-A task's key is its row's `task_id`: `HumanEval/0` unchanged, `mbpp/11` for a number in mbpp.jsonl, and `mbpp/line-11` for a row
-without `task_id`. The model sees HumanEval's prompt, or MBPP's first test. The other tests are hidden.
+A task's key is its row's `task_id`. A text such as `HumanEval/0` is kept. In a file mbpp.jsonl, the number 11 becomes
+`mbpp/11`, and line 11 without a `task_id` becomes `mbpp/line-11`. The model sees HumanEval's prompt, or MBPP's first test. The
+other tests are hidden.
 """
 
 import ast

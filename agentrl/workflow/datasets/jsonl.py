@@ -4,8 +4,8 @@ A row has `question` (text), `prompt` (text or messages) or `messages`, and `ans
 `"reference": null` if there is none). Of several right answers, the first is the reference, and the others become the
 metadata's `aliases`. All other columns become the task's metadata. A task's key is its file's name and line.
 
-Rows of verl and TRL: without an answer, the reference is `reward_model.ground_truth`, else `completion`, else the last message
-of `chosen`. Without a prompt, it is the common beginning of `chosen` and `rejected`.
+Rows of verl and TRL: if a row has no answer, the reference is `reward_model.ground_truth`, else `completion`, else the last
+message of `chosen`. If a row has no prompt, the prompt is the common beginning of `chosen` and `rejected`.
 
 Messages have OpenAI's format. A developer message becomes a system message. The last message must come from the user or a tool.
 All malformed rows are reported together.
@@ -76,14 +76,18 @@ def read_tasks(rows: Iterable[SourceRow], config: DatasetConfig, problems: list[
 
 
 def add_problem(problems: list[str], problem: str, config: DatasetConfig) -> None:
-    """Add a malformed row to the list. Raise DatasetError after `MAX_PROBLEMS` of them without `skip_bad_rows`."""
+    """Add the problem of a malformed row to the list. Raise DatasetError if the list then has more than `MAX_PROBLEMS`
+    problems, and `config.skip_bad_rows` is off.
+    """
     problems.append(problem)
     if len(problems) > MAX_PROBLEMS and not config.skip_bad_rows:
         raise malformed_error(config.name, problems, SKIP_HINT)
 
 
 def read_file(path: Path) -> tuple[list[TaskRow], list[str]]:
-    """Return the rows of a JSON lines file, and `line N: why` for malformed ones. Raise DatasetError if it is unreadable."""
+    """Return the well-formed rows of a JSON lines file, and `line N: why` for each malformed row. Raise DatasetError if the
+    file cannot be read.
+    """
     return read_values(formats.read_rows(path))
 
 
@@ -106,7 +110,7 @@ def read_rows(lines: Iterable[bytes]) -> tuple[list[TaskRow], list[str]]:
 
 
 def read_values(sources: Iterable[SourceRow]) -> tuple[list[TaskRow], list[str]]:
-    """Return the well-formed rows, and `line N: why` for each malformed one."""
+    """Return the well-formed rows, and `line N: why` for each malformed row."""
     rows: list[TaskRow] = []
     problems: list[str] = []
     for source in sources:

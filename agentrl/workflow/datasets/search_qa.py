@@ -71,7 +71,9 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def load(split: str) -> Iterator[Task]:
-    """Yield the tasks of a split. `metadata["searches"]` leads to the answer. Raise DatasetError for an unknown split."""
+    """Yield the tasks of a split. `metadata["searches"]` lists searches that lead to the answer. Raise DatasetError for an
+    unknown split.
+    """
     if split not in SPLITS:
         raise DatasetError(f"search_qa has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
     return (

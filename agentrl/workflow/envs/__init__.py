@@ -1,9 +1,9 @@
 """Envs: each file here binds tools, rewards and limits into an environment for an agent. See `Env`.
 
-Your own env is an `Env` with other arguments, or a subclass if it sends more than the results of tools. It has the three
-methods of a Gym environment, but keeps no state: the episode is the state. It has the task, the messages and the results, and
-each method is a function of it alone. So nothing is lost with a process, and `agentrl replay --verify` can call the methods
-again. A guessing game, in your own file `guess.py`, is selected with `--env guess:guess`:
+Your own env is an `Env` with other arguments, or a subclass if the env sends other messages than the results of tools. An env
+has the three methods of a Gym environment, but keeps no state: the episode is the state. The episode has the task, the messages
+and the results, and each method depends only on its argument. So nothing is lost if a process dies, and `agentrl replay
+--verify` can call the methods again. A guessing game, in your own file `guess.py`, is selected with `--env guess:guess`:
 
     import re
 
@@ -32,8 +32,9 @@ again. A guessing game, in your own file `guess.py`, is selected with `--env gue
 
     guess = Guess(rewards={"format": 0.1}, correct=("guessed",))
 
-You may cache values that are costly to compute from the episode, under the values that they depend on. If an outside world
-cannot be restored to an earlier state, set `resumability="restart"`: an episode whose worker is lost then starts again.
+You may cache values that are costly to compute. The key of such a cache must contain everything that the value depends on. If
+an outside world cannot be restored to an earlier state, set `resumability="restart"`: an episode whose worker is lost then
+starts again.
 """
 
 import hashlib
@@ -97,7 +98,7 @@ class Env:
         """Return the messages that the model reads after the episode's last turn and the results of its calls.
 
         An empty tuple ends the episode as `answered`. By default, there is one tool message per result, in the order of the
-        calls. So a turn without a call is the answer.
+        calls. So a turn without a call ends the episode, and is the answer.
         """
         last = episode.steps[-1]
         pairs = zip(last.message.tool_calls, last.results or (), strict=True)
@@ -114,7 +115,9 @@ class Env:
 
 
 def optional_rewards(env: Env, weights: Mapping[str, float]) -> frozenset[str]:
-    """Return the env's rewards that have weight 0 because the user named others. Their failures are ignored."""
+    """Return the env's rewards that have weight 0 because the user named other rewards. Failures of the returned rewards are
+    ignored.
+    """
     return frozenset(name for name, weight in env.rewards.items() if weight and not weights.get(name, 1.0))
 
 

@@ -16,13 +16,13 @@ def parse_source(source: str) -> ast.Module:
     try:
         return ast.parse(source)
     except (SyntaxError, MemoryError, RecursionError) as error:
-        raise ValueError(f"no Python: {error}") from error
+        raise ValueError(f"not Python: {error}") from error
 
 
 def read_asserts(source: str, names: Sequence[str], constants: Constants | None = None) -> tuple[list[Case], int]:
     """Return (the cases that test these functions, the number of asserts that are not cases). `names` are the names of the
-    functions. `constants` evaluates the constants in the asserts. If several sources share it, its size limit applies to their
-    sum. Raise ValueError if the source is not Python.
+    functions. `constants` evaluates the constants in the asserts. If several sources share one `Constants`, its size limit
+    applies to all of them together. Raise ValueError if the source is not Python.
     """
     asserts = [node for node in ast.walk(parse_source(source)) if isinstance(node, ast.Assert)]
     constants = constants or Constants()

@@ -21,19 +21,21 @@ LIMITS = Limits(cpu_seconds=2.0)
 """The limits of one request. A million characters of ordinary data use a tenth of the processor time."""
 
 WHOLE_CPU_SECONDS = 6.0
-"""The longest processor time of all requests for one answer, in seconds. Values that are not judged within this time are wrong.
+"""The longest processor time of all requests for one answer, in seconds. Values that are not judged within this time count as
+wrong.
 """
 
 ATTEMPTS = 2
 MAX_ROUNDS = 8
-"""The longest chain of calls in which the arguments of a call depend on values of earlier calls. Calls beyond it have failed.
+"""The longest chain of calls in which the arguments of a call depend on values of earlier calls. Calls beyond this number count
+as failed.
 """
 
 
 def passed(pairs: Sequence[tuple[str, str]]) -> list[bool]:
-    """Return True or False for each pair: whether the value passes the case. `pairs` is a case, and the value that a function
-    returned for it, both as text. Raise SandboxUnavailable if this machine has no working sandbox. Raise InfraError if the
-    system failed.
+    """Return True or False for each pair: whether the value passes the case. A pair is a case and the value that a function
+    returned for this case, both as text. Raise SandboxUnavailable if this machine has no working sandbox. Raise InfraError if
+    the system failed.
     """
     verdicts: list[bool] = []
     waiting = list(_batches(pairs))[::-1]
@@ -61,7 +63,8 @@ def relayed(reference: str, test: str, function: str, call: Callable[[str], str 
 
     Args:
         reference: the program that runs before the tests; it defines the correct function.
-        call: a function from the arguments to the value of the model's function, both as text; None if the call failed.
+        call: calls the model's function. It takes the arguments and returns the value, both as text; it returns None if the
+            call failed.
 
     Raises:
         ValueError: these tests cannot judge any answer.
@@ -115,7 +118,7 @@ def asked(function: str, args: str, warm: Warm[Session] | None = None, limits: L
             result = session.call(function, args, limits, keeps=False)
             if session.alive and not system_failed(result):
                 return result
-    raise InfraError(f"The sandbox ({result.kind}) failed a judge: {result.status}: {result.output[:300]}")
+    raise InfraError(f"The sandbox ({result.kind}) failed while it ran a judge: {result.status}: {result.output[:300]}")
 
 
 def _open_session() -> Session:

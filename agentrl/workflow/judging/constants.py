@@ -37,7 +37,9 @@ class Constants:
         self._room = MAX_MADE
 
     def value(self, node: ast.expr) -> Any:
-        """Return the value of a constant expression. Raise ValueError or TypeError if it has none, or is too large."""
+        """Return the value of a constant expression. Raise ValueError or TypeError if the expression has no value, or the value
+        is too large.
+        """
         try:
             match node:
                 case ast.BinOp(left, sign, right) if type(sign) in OPERATORS:

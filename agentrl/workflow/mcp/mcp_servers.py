@@ -45,7 +45,7 @@ def parameters(name: str) -> "StdioServerParameters":
 
 
 def command(name: str) -> list[str]:
-    """Split the command in a server's name. Raise ConfigError if it is empty, or a quotation is not closed."""
+    """Split the command in a server's name into words. Raise ConfigError if the command is empty, or a quote is not closed."""
     try:
         args = shlex.split(name.removeprefix(PREFIX))
     except ValueError as error:
@@ -79,11 +79,13 @@ class McpServer:
         asyncio.run_coroutine_threadsafe(self._connect(), _loop()).result()
 
     def call(self, tool: ServedTool, arguments: dict[str, Any], seconds: float) -> str:
-        """Call a tool; see `McpTool.call`. The server is told to cancel one second after the caller has stopped waiting."""
+        """Call a tool; see `McpTool.call`. The server is told to cancel the call one second after the caller has stopped
+        waiting for it.
+        """
         return asyncio.run_coroutine_threadsafe(self._call(tool, arguments, seconds + 1.0), _loop()).result()
 
     def stop(self) -> None:
-        """Stop the process permanently. A call that this interrupts does not start another process."""
+        """Stop the process permanently. A call that is interrupted by the stop does not start another process."""
         self._over = True
         asyncio.run_coroutine_threadsafe(self._stop(), _loop()).result()
 
@@ -100,7 +102,7 @@ class McpServer:
                     raise _refusal(tool.name, error) from error
                 if tool.effects == "once":
                     message = (
-                        f"The server died while {tool.name} ran; it may or may not have taken effect, and is not run again."
+                        f"The server died during {tool.name}; the call may or may not have taken effect, and is not run again."
                     )
                     raise UnknownOutcome(message) from error
         raise InfraError(f"The server {self.name!r} ended twice while {tool.name!r} ran.", "Its output is in the worker's log.")

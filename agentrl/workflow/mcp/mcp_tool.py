@@ -35,7 +35,7 @@ MAX_TOOLS = 128
 
 
 def is_server(name: str) -> bool:
-    """Return True if a name in `tools` is that of a server."""
+    """Return True if `name`, an entry of a config's `tools`, names an MCP server."""
     return name.startswith(PREFIX)
 
 
@@ -50,7 +50,7 @@ def absolute_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class McpTool(Tool):
-    """A tool that a server runs. `served_tool` is the server's description of the tool."""
+    """A tool that an MCP server runs. `served_tool` is the server's description of the tool."""
 
     served_tool: ServedTool = field(kw_only=True)
 
@@ -95,7 +95,7 @@ class McpTool(Tool):
 
 
 def _nothing() -> str:
-    raise AssertionError("the server runs the tool")
+    raise AssertionError("a tool of an MCP server has no Python function to call")
 
 
 # listing a server's tools

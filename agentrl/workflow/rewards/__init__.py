@@ -8,7 +8,8 @@ or a list with one number for each step:
   def polite(episode):
       return [float("please" in step.message.content) for step in episode.steps]
 
-Numbers of steps are stored per step (`rewards.step`). An algorithm that assigns credit to turns uses the number of each turn.
+The numbers of a list are stored per step (column `step` of the table `rewards`). An algorithm that assigns credit to turns uses
+the number of each turn.
 """
 
 import hashlib
@@ -173,7 +174,8 @@ def score(
         weights: the weights of the rewards by name.
         judged: the values of judges that have already run. The other rewards are called here.
         optional: the env's rewards that are recorded although the user named other rewards (`envs.optional_rewards`). If one of
-            them fails, for example because it cannot read the task's reference, the episode has no part of its name.
+            these rewards fails, for example because it cannot read the task's reference, the episode has no reward part with
+            this reward's name.
 
     Raises:
         RewardError: a reward that is not optional raised an exception, or returned neither a finite number nor one for each
@@ -216,7 +218,7 @@ def numbers(value: object) -> Part:
 
 def _number(value: object) -> float:
     if not isinstance(value, SupportsFloat):
-        raise TypeError(f"a reward is a number, not {type(value).__name__!r}")
+        raise TypeError(f"a reward must be a number, not {type(value).__name__!r}")
     return float(value)
 
 
@@ -283,7 +285,7 @@ def check_parts(parts: Mapping[str, Part], steps: int, source: str) -> dict[str,
     """
     for name in parts:
         if not name.isprintable() or not 0 < len(name) <= MAX_NAME:
-            raise RewardError(f"{source} names a part {name[:200]!r}: a name has 1 to {MAX_NAME} printable characters")
+            raise RewardError(f"{source} names a part {name[:200]!r}: a name must have 1 to {MAX_NAME} printable characters")
     return {name: part_of(value, steps, source, name) for name, value in parts.items()}
 
 
@@ -299,7 +301,9 @@ def assign_rewards(episode: Episode, parts: Mapping[str, Part], weights: Mapping
 
 
 def total_reward(parts: Mapping[str, Part], weights: Mapping[str, float]) -> float:
-    """Return the weighted sum of the parts (weight 1 by default). Raise RewardError if it exceeds `MAX_REWARD`."""
+    """Return the weighted sum of the parts (weight 1 by default). Raise RewardError if the absolute value of the sum exceeds
+    `MAX_REWARD`.
+    """
     reward = sum(part_sum(part) * weights.get(name, 1.0) for name, part in parts.items())
     if not _is_usable(reward):
         raise RewardError(f"the weighted sum of the reward parts is {reward}{_why_unusable(reward)}")

@@ -8,7 +8,7 @@ not an answer. For plain numbers, `numeric_answer` is enough.
 This reward is a `Judge`: math-verify parses model-written text, so it runs in the sandbox. Of the Python packages on this
 machine, the sandbox sees only those of the extra `math`; a docker image must contain them itself. Loading the packages takes a
 second, so each core has a lasting session. Each answer is judged in a fork of a session, and the fork then ends. An answer that
-exceeds its time or memory there is wrong.
+exceeds its time or memory there counts as wrong.
 """
 
 from collections.abc import Mapping, Sequence
@@ -99,7 +99,7 @@ def _math_answer(reference: str, answer: str) -> ToolResult:
     """Judge whether the answer equals the reference."""
     right, cpu_seconds = _judged(reference, answer)()
     if right is None:
-        raise ToolFailure(f"the reference {reference!r:.80} holds no mathematics")
+        raise ToolFailure(f"the reference {reference!r:.80} contains no mathematical expression")
     return verdict_result(right, cpu_seconds)
 
 
@@ -130,9 +130,10 @@ def _opened() -> Session:
 def _hint(kind: str, reads: Sequence[str]) -> str:
     """Return the hint for packages that are installed on this machine but cannot be loaded in the sandbox."""
     if kind == "docker":
-        return f"Install it in the image that AGENTRL_SANDBOX_IMAGE names: {INSTALL_IN_IMAGE}"
+        return f"Install math-verify in the image that AGENTRL_SANDBOX_IMAGE names: {INSTALL_IN_IMAGE}"
     folders = ", ".join(sorted({str(Path(path).parent) for path in reads}))
-    return f"The packages are in {folders}: make that readable for every user. `agentrl doctor` shows the Python inside."
+    readable = f"The packages are in {folders}: make these folders readable for every user."
+    return f"{readable} `agentrl doctor` shows the Python inside the sandbox."
 
 
 def installed() -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 A program is the code of one call of the tool python. It is judged by the share of visible tests that its function passes; see
 `tests_passed`. A step earns the amount by which it raises the best share so far. The sum over the steps is the best share, from
-0.0 to 1.0. The row of the judge's call has the shares of all programs, in one list per step.
+0.0 to 1.0. The database row of the judge's call stores the shares of all programs, in one list per step.
 
 A program that ends with an error, including a failed `assert` of its own, passes no test. A task without visible tests gives
 0.0.

@@ -32,7 +32,7 @@ def sql_match(episode: Episode) -> float:
     where = database if is_url(database) else str(FOLDER / database)
     reference_rows = _rows(where, episode.task.reference, MAX_ROWS)
     if not reference_rows:
-        raise ValueError(f"the reference of task {episode.task.key!r} does not run, or gives no row")
+        raise ValueError(f"the reference of task {episode.task.key!r} does not run, or returns no row")
     if episode.stop_reason != "answered":
         return 0.0
     rows = _rows(where, read_query(episode.final_answer), len(reference_rows) + 1)

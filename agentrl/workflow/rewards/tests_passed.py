@@ -4,8 +4,8 @@ The answer is the last ```python block of the final turn, else the whole text of
 answer's code runs in a session of the sandbox, and each test calls the function there. The returned value is plain data, which
 another session compares (`judging.code_judge`). So the answer's code knows neither the expected values nor the number of tests.
 
-If a call exceeds its time or memory, that test fails. If the answer has used the time for all its tests, the remaining tests
-fail. If the system fails, the answer is judged again.
+If a call exceeds its time or memory, that test fails. If the answer has used up the time for all of its tests, the remaining
+tests count as failed. If the system fails, the answer is judged again.
 """
 
 import json
@@ -40,7 +40,7 @@ MAX_TOLD = 4 * exact_json.MAX_CHARACTERS
 
 MAX_LATE = 2
 """The most tests that may exceed their processor time. After so many, or after one test that slept until its timeout, the
-remaining tests are not run and have failed.
+remaining tests are not run and count as failed.
 """
 
 JUDGE_SECONDS = 180.0
@@ -52,7 +52,7 @@ BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECA
 
 
 def asked(episode: Episode) -> Mapping[str, Any] | float:
-    """Return the judge's arguments, or 0.0 if the answer has no code. Raise ValueError without a hidden test."""
+    """Return the judge's arguments, or 0.0 if the answer has no code. Raise ValueError if the task has no hidden test."""
     final_answer = episode.final_answer
     # A reference's docstring may hold a block.
     answer = final_answer if final_answer == episode.task.reference else read_code(final_answer)
@@ -92,7 +92,7 @@ def _tests_passed(setup: str, answer: str, function: str, hidden: list[str], tes
 
 
 def verdict_result(verdict: object, cpu_seconds: float) -> ToolResult:
-    """Convert a verdict to the tool result that the call's row stores."""
+    """Convert a verdict, which can be any JSON value, to the tool result that is stored for the judge's call."""
     return ToolResult(json.dumps(verdict), cpu_seconds=cpu_seconds, exit=Exit(sandbox().kind, "ok", None))
 
 
@@ -154,7 +154,9 @@ class Calls:
         self._late = self._told = 0
 
     def begun(self, cells: Sequence[str]) -> bool:
-        """Run the non-empty cells. Return whether all succeeded. Raise InfraError if the sandbox or machine failed."""
+        """Run the cells that are not empty. Return True if all of them succeeded. Raise InfraError if the sandbox failed, or
+        the machine was too busy.
+        """
         for cell in filter(None, cells):
             if self._budget.spent:
                 return False
@@ -186,9 +188,9 @@ class Calls:
 def share(session: Session, cells: Sequence[str], function: str, cases: Sequence[str], budget: Budget) -> float:
     """Run the cells, and return the share of the cases that the function passes, from 0 to 1.
 
-    The cases are texts, as in the task. The cells, the code that the cases need, are run first. If one fails, the share is 0.0.
-    A case that would start after the budget is used up has failed. Raise InfraError if the sandbox failed, or the machine was
-    too busy.
+    The cases are texts, as in the task. The cells are run first; they are the code that the cases need. If a cell fails, the
+    share is 0.0. A case that would start after the budget is used up counts as failed. Raise InfraError if the sandbox failed,
+    or the machine was too busy.
     """
     calls = Calls(session, function, budget)
     if not calls.begun(cells):
@@ -199,7 +201,7 @@ def share(session: Session, cells: Sequence[str], function: str, cases: Sequence
 
 def _ended(result: CodeResult) -> CodeResult:
     if system_failed(result):
-        raise InfraError(f"The sandbox ({result.kind}) failed a test: {result.status}: {result.output[:300]}")
+        raise InfraError(f"The sandbox ({result.kind}) failed while it ran a test: {result.status}: {result.output[:300]}")
     return result
 
 

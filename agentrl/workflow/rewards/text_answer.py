@@ -11,8 +11,8 @@ import unicodedata
 from agentrl.workflow.trajectory import Episode
 
 MAX_CHARACTERS = 10_000
-"""The most characters of a reference and of an answer. A longer answer is wrong. Normalising accents takes time quadratic in
-the number of characters.
+"""The most characters of a reference and of an answer. A longer answer counts as wrong. Normalising accents takes time
+quadratic in the number of characters.
 """
 
 LEAD = re.compile(r"(?:(?:the\s+)?(?:final\s+)?answer\s*(?:is\b\s*:?|:))\s*", re.IGNORECASE)
@@ -27,7 +27,7 @@ def text_answer(episode: Episode) -> float:
         raise ValueError(f"a reference of task {episode.task.key!r} has more than {MAX_CHARACTERS} characters")
     right = set(map(normal, references))
     if "" in right:
-        raise ValueError(f"a reference of task {episode.task.key!r} holds no word")
+        raise ValueError(f"a reference of task {episode.task.key!r} contains no word")
     if episode.stop_reason != "answered":
         return 0.0
     answer = read_answer(episode.final_answer)

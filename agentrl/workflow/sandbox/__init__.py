@@ -1,9 +1,9 @@
 """The interface of a sandbox, which runs model-written code: requests, limits and results.
 
 `find_sandbox(settings)` in `sandbox.find` returns the sandbox of this machine. `run` starts a new interpreter for each program.
-A `session` keeps the names that its cells define, and `call` calls a function that a cell defined. A result contains only what
-was observed from outside: text, an exit code and plain data. A result never says whether the code passed a test; the caller
-compares the data itself.
+A `session` runs pieces of code, called cells, in one interpreter that keeps the names they define; its `call` calls a function
+that a cell defined. A result contains only what was observed from outside: text, an exit code and plain data. A result never
+says whether the code passed a test; the caller compares the data itself.
 
 Only the parent process decides a status. Code that ends by itself is `ok` or `error`. Code that was killed is classified by the
 kernel's counters (CPU seconds, memory, processes). `sandbox_fault` and `starved` are system failures. The caller retries them,
@@ -45,11 +45,13 @@ class Limits:
     """The resources that one piece of code may use.
 
     Args:
-        cpu_seconds: the processor time, in seconds. It limits all processes of the code together if the kernel counts them
-            together, else each process.
-        wall_seconds: the wall-clock limit, in seconds. None means 5 + cpu_seconds x max(4, 1.25 x running / cores), so other
-            programs on the machine do not decide the outcome.
-        memory_bytes: the resident memory of all processes of the code together with its files in /tmp, in bytes.
+        cpu_seconds: the processor time, in seconds. The limit applies to all processes of the code together if the kernel
+            counts them together, else to each process alone.
+        wall_seconds: the wall-clock limit, in seconds. None means 5 + cpu_seconds x max(4, 1.25 x running / cores), where
+            `running` is the number of programs that share the cores. So other programs on the machine do not decide the
+            outcome.
+        memory_bytes: the limit on the resident memory of all processes of the code plus the size of its files in /tmp, in
+            bytes.
         output_bytes: the maximum size of stdout and stderr together, in bytes. Code that prints more is killed.
         processes: the maximum number of processes and threads at a time.
         tmp_bytes: the size of /tmp, in bytes.
@@ -86,8 +88,9 @@ class CodeResult:
         exit_code: the exit code of the process or the cell, negative if a signal ended it; None if it was killed from outside.
         cpu_seconds, wall_seconds: the processor time and the wall-clock time that the code used, in seconds.
         kind: the sandbox's kind: bwrap, landlock, docker, unsafe.
-        value: the return value of a call, as JSON text (see `sandbox.exact_json`); empty without a return value. The code
-            inside may have forged it. Only its length is checked, which is at most `exact_json.MAX_CHARACTERS`.
+        value: the return value of a call, as JSON text (see `sandbox.exact_json`); empty if there is no return value. The code
+            inside may have forged this text. Only the length of the text is checked: at most `exact_json.MAX_CHARACTERS`
+            characters.
         left: the number of processes and threads that a cell left running and that were then killed.
         waited_seconds: the part of the wall-clock time in which the code waited for a core, in seconds, as far as observed.
     """
@@ -104,7 +107,8 @@ class CodeResult:
 
 
 class Session(Protocol):
-    """A long-lived interpreter. If a cell dies or is killed, the session returns to the state before that cell.
+    """A long-lived interpreter that runs pieces of code, called cells. If a cell dies or is killed, the session returns to its
+    state before that cell.
 
     Objects remain after their cell has ended; processes, threads and timers end with their cell. Between cells nothing runs.
     `random` has a fixed seed and strings have fixed hashes, so the same cells print the same text in another session.
@@ -116,18 +120,18 @@ class Session(Protocol):
         ...
 
     def run(self, code: str, limits: Limits | None = None) -> CodeResult:
-        """Run a cell. If the last statement is an expression, print its value. `limits` are the limits of this cell, instead of
-        the session's limits. Raise ConfigError if `limits` change memory, processes or tmp, which are fixed for a session; or
-        they allow more processor time than the session's limits.
+        """Run a cell. If the last statement is an expression, print its value. `limits` replaces the session's limits for this
+        cell. Raise ConfigError if `limits` differs from the session's limits in memory, processes or /tmp, or allows more
+        processor time.
         """
         ...
 
     def call(
         self, function: str, args: Sequence[object] | str, limits: Limits | None = None, *, keeps: bool = True
     ) -> CodeResult:
-        """Call a function that a cell defined, with plain data. `sandbox.exact_json` says how its return value is encoded.
-        `args` is a sequence of plain data, or the `exact_json` text of a list or tuple. `keeps` is False to restore the state
-        from before the call when it has ended, and to kill everything that it started.
+        """Call a function that a cell defined, with plain data. `sandbox.exact_json` says how the return value is encoded.
+        `args` is a sequence of plain data, or the `exact_json` text of a list or tuple. If `keeps` is False, the session
+        returns to its state before the call when the call has ended, and all processes that the call started are killed.
         """
         ...
 
@@ -149,8 +153,8 @@ class Sandbox(Protocol):
         ...
 
     def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> Session:
-        """Open a session. `reads` is additional paths of this host that the session may read. Raise InfraError if the session
-        did not start. Raise ConfigError if this kind of sandbox cannot give access to paths of the host.
+        """Open a session. `reads` lists additional paths of this host that the session may read. Raise InfraError if the
+        session did not start. Raise ConfigError if this kind of sandbox cannot give access to paths of the host.
         """
         ...
 

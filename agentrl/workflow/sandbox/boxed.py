@@ -2,8 +2,9 @@
 (bwrap, Landlock or none).
 
 The number of programs that run at once is at most the number of cores. The others wait in a queue; the waiting time does not
-count towards their limits. A zygote runs one program at a time, so its control group and its user id count only that program.
-Killing a program also kills its zygote, and the next program gets a new zygote.
+count towards their limits. A zygote (a warm interpreter that forks a process for each program) runs one program at a time, so
+the zygote's control group and user id count only that program. Killing a program also kills its zygote, and the next program
+gets a new zygote.
 """
 
 import os

@@ -82,7 +82,9 @@ class BoxedLine:
         return self._box.cgroup.events(), self._cpu_seconds()
 
     def settle(self, lasting: Set[int]) -> int:
-        """See `Line.settle`. At the first call, all processes but `lasting` belong to the sandbox itself."""
+        """See `Line.settle`. At the first call, all processes except `lasting` belong to the sandbox itself; from then on these
+        are never killed.
+        """
         if not self._keepers:
             self._keepers = self._box.members() - lasting
         ended = freeze.settle(self._box.stop, lambda: self._box.members() - self._keepers, lasting, ANSWER_SECONDS)
@@ -108,7 +110,7 @@ class BoxedLine:
     def _receive(self) -> tuple[bytes, int]:
         part, ancillary, _, _ = self._socket.recvmsg(CHUNK, socket.CMSG_SPACE(CREDENTIALS))
         if not part:
-            raise BrokenLine("its processes are gone")
+            raise BrokenLine("the session's processes are gone")
         process = next((int.from_bytes(data[:4], "little") for _, kind, data in ancillary if kind == socket.SCM_CREDENTIALS), 0)
         return part, process
 

@@ -11,7 +11,7 @@ Frames to the host:
 - O: output of the program.
 - C: a message of a session's process; the first 4 bytes are the process's id.
 - E: the kernel's counts.
-- K: the number of threads that were ended, and an error text, which is empty without an error.
+- K: the number of threads that were ended, and an error text, which is empty if there is no error.
 - X: the child's exit code.
 
 Frames from the host:
@@ -65,7 +65,9 @@ before the number in the file.
 
 
 class Header(TypedDict):
-    """The first line from the host: the child's `argv`, the system call filter in hex, the lengths of what follows."""
+    """The first line from the host: the child's `argv`, the system call filter in hex, the lengths of the sources, the program
+    and its stdin.
+    """
 
     argv: list[str]
     filter: str
@@ -93,7 +95,7 @@ def read_exactly(length: int) -> bytes:
 
 
 def read_line() -> bytes:
-    """Read the next line of stdin, without reading beyond its end."""
+    """Read the next line of stdin, and nothing after it."""
     line = b""
     while not line.endswith(b"\n"):
         line += read_exactly(1)
@@ -216,7 +218,7 @@ class FrameRelay:
         """Kill all processes except `lasting` and the session's parent process, and send the messages and output that they
         left.
 
-        Return JSON with the number of ended threads and an error text, which is empty without an error.
+        Return JSON with the number of ended threads and an error text, which is empty if there is no error.
         """
         try:
             ended, wrong = freeze.settle(lambda: signal_all(signal.SIGSTOP), self.others, lasting, KILL_SECONDS), ""

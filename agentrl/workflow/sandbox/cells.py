@@ -54,8 +54,8 @@ def main(control: int, cpu_seconds: int, address_bytes: int, processes: int, ord
         control: the descriptor of the socket.
         cpu_seconds: the maximum processor time of a request, in seconds.
         address_bytes, processes: see `runner.limit`.
-        orders: the descriptor of the socket that receives orders to stop and continue all other processes, if this is the first
-            process of a namespace; else NOBODY.
+        orders: the descriptor of the socket that receives orders to stop and continue all other processes, if this process is
+            the first process of a namespace; else NOBODY.
     """
     runner.configure_streams()
     runner.limit(address_bytes, processes)

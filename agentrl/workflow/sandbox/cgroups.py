@@ -2,8 +2,8 @@
 
 For each controller that this process may use, a sandbox has a control group below the group of this process. Version 1 has one
 hierarchy per controller; version 2 has one hierarchy for all controllers. If no controller can be used, rlimits limit each
-process, and the container in which this process runs limits all of them. Only the kernel's counters are trusted: the amounts
-used, the kills and the refusals.
+process alone. Then only the container in which agentrl runs, if there is one, limits all processes together. Only the kernel's
+counters are trusted: the amounts used, the kills and the refusals.
 """
 
 import os
@@ -52,7 +52,7 @@ class Cgroup:
 
     def set_limits(self, memory_bytes: int, processes: int) -> None:
         """Set the limits on memory, in bytes, and on the number of processes. Limits that have not changed are not written
-        again. Raise InfraError if the kernel refuses a limit because more than that is in use.
+        again. Raise InfraError if the kernel refuses a limit because the processes already use more.
         """
         self._write("memory", "memory.swappiness", "memory.swap.max", 0)
         self._write("memory", "memory.limit_in_bytes", "memory.max", memory_bytes)
@@ -73,12 +73,14 @@ class Cgroup:
         return self._pairs("cpuacct", "", "cpu.stat").get("usage_usec", 0) / 1e6
 
     def members(self) -> set[int] | None:
-        """Return the ids of the processes in the group; None without a group."""
+        """Return the ids of the processes in the group; None if there is no group."""
         folder = next(iter(self._folders.values()), None)
         return None if folder is None else set(map(int, (folder / "cgroup.procs").read_text().split()))
 
     def note_final_cpu_seconds(self, seconds: float) -> None:
-        """Store the processor time of the first process in seconds, for when no controller counts it."""
+        """Store the processor time of the sandbox's first process, in seconds. It is used only if no controller counts
+        processor time.
+        """
         self._seconds = seconds
 
     def remove(self) -> None:
@@ -128,7 +130,7 @@ def make() -> Cgroup:
 
 
 def parents(mount: Path = MOUNT, own: Path = Path("/proc/self/cgroup")) -> dict[str, Path]:
-    """Return, by controller, the group in which this process may create groups."""
+    """Return, for each controller, the folder of the group in which this process may create groups."""
     first: dict[str, Path] = {}
     second: dict[str, Path] = {}
     for line in own.read_text().splitlines() if own.exists() else ():

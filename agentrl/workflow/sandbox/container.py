@@ -43,7 +43,9 @@ class KernelCounts:
 
 
 def options(name: str, image: str, user: int, limits: Limits) -> list[str]:
-    """Return `docker run` without the interpreter's arguments. The program sees only the image and /tmp."""
+    """Return the arguments of the docker command that start an interpreter in a container, up to the interpreter's own
+    arguments. The program sees only the image and /tmp.
+    """
     tmp = f"/tmp:rw,exec,nosuid,nodev,size={limits.tmp_bytes},nr_inodes={ENTRIES},uid={user},gid={user},mode=700"
     args = ["run", "--interactive", "--rm", "--pull", "never", "--name", name, "--log-driver", "none", "--network", "none"]
     args += ["--read-only", "--tmpfs", tmp, "--shm-size", str(SHM_BYTES), "--workdir", "/tmp", "--hostname", "sandbox"]
@@ -104,7 +106,9 @@ class Container:
         self._waiting += FRAME.pack(kind, len(data)) + data
 
     def frames(self, seconds: float) -> list[tuple[bytes, bytes]]:
-        """Wait up to `seconds` for frames. Counts go into `counted`. Raise EOFError if the container has ended."""
+        """Wait up to `seconds` for frames, and return them. The kernel's counts are not returned but stored in `counted`. Raise
+        EOFError if the container has ended.
+        """
         frames, self._kept = [*self._kept, *self._split_frames()], []
         deadline, counted = time.monotonic() + seconds, self.counted
         while not frames and self.counted is counted and (left := deadline - time.monotonic()) > 0:
@@ -132,8 +136,9 @@ class Container:
         return len(self._kept) < len(came)
 
     def follow(self, limits: Limits, running: Callable[[], int], over: Callable[[bytes, bytes], bool]) -> Use:
-        """Read the program's output until `over` returns True for another frame, or a limit is passed. `running` returns the
-        number of running programs of this process. Raise EOFError if the container ended first.
+        """Read the program's output until a limit is passed or `over` returns True. `over` is called with the kind and the data
+        of each frame that is not output. `running` returns the number of running programs of this process. Raise EOFError if
+        the container ended first.
         """
         clock, printed = Clock(limits, running), bytearray()
         overrun: Overrun | None = None
@@ -195,7 +200,8 @@ class Container:
         while len(self._unread) >= at + FRAME.size:
             kind, length = FRAME.unpack_from(self._unread, at)
             if length > MAX_FRAME_BYTES:
-                raise InfraError("A container's bridge sent data that is not a frame.", "Check the image for other output.")
+                hint = "Check that the image's python3 prints nothing when it starts."
+                raise InfraError("A container's bridge sent data that is not a frame.", hint)
             if len(self._unread) < at + FRAME.size + length:
                 break
             data = self._unread[at + FRAME.size : at + FRAME.size + length]

@@ -43,7 +43,7 @@ class ContainerLine:
     def forget(self) -> None:
         """Discard the messages and the output that have arrived.
 
-        The container reports the end of `settle` after all of them, so none arrives later.
+        The container reports the end of `settle` after all messages and output, so none of them arrives later.
         """
         self._parts.clear()
 

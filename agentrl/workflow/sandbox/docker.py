@@ -3,8 +3,8 @@ its own container.
 
 The image (AGENTRL_SANDBOX_IMAGE) needs a python3 of version 3.9 or newer. A container has a read-only image, no network, no
 capabilities, no new privileges, a user that owns no files, and /tmp in memory. Docker limits memory and processes. Docker's
-system call filter applies in addition to ours. This sandbox is used only if the setting AGENTRL_SANDBOX names it. A process
-that may use docker has the power of root on its machine, so it must be trusted like root.
+system call filter applies in addition to agentrl's. This sandbox is used only if the setting AGENTRL_SANDBOX names it. A
+process that may use docker has the power of root on its machine, so it must be trusted like root.
 
 Differences from bwrap:
 
@@ -65,7 +65,7 @@ class Docker:
     def session(self, limits: Limits = DEFAULTS, reads: Sequence[str] = ()) -> CellSession:
         """See `Sandbox.session`."""
         if reads:
-            raise ConfigError(f"A container cannot read {reads[0]!r} of this host.", "Put it into the image.")
+            raise ConfigError(f"A container cannot read {reads[0]!r} of this host.", "Copy the files into the image.")
         numbers = (bridge.CONTROL, whole_seconds(limits), ADDRESS_BYTES, PROCESS_RLIMIT)
         scripts = ("runner", "exact_json", "cells")
         container = Container(self.command, self.image, self.user, limits, scripts, numbers)

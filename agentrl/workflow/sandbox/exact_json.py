@@ -43,8 +43,8 @@ class Opaque:
 
 
 def encode(value: object) -> str:
-    """Encode a value as text. Raise ValueError if `value` nests deeper than 200 levels, or contains itself. Raise Exception if
-    the `__bool__` of an object in `value` raised this exception.
+    """Encode a value as text. Raise ValueError if `value` nests deeper than 200 levels, or contains itself. If the `__bool__`
+    of an object in `value` raises an exception, this exception is passed on.
     """
     return json.dumps(_tag(value, 0), allow_nan=False)
 
@@ -58,7 +58,7 @@ def decode(text: str) -> Any:
     try:
         return _untag(json.loads(text, parse_constant=_refuse_constant), 0)
     except (TypeError, RecursionError, AttributeError) as error:
-        raise ValueError(f"no plain data: {error}") from error
+        raise ValueError(f"not plain data: {error}") from error
 
 
 def holds_opaque(text: str) -> bool:
@@ -145,7 +145,7 @@ def _untag(data: Any, depth: int) -> Any:
 def _complex(parts: list[Any]) -> complex:
     real, imaginary = parts
     if type(real) is not float or type(imaginary) is not float:
-        raise ValueError("a complex number has two floats")
+        raise ValueError("a complex number needs two floats")
     return complex(real, imaginary)
 
 
@@ -154,7 +154,7 @@ def _fraction(parts: list[Any]) -> Any:
 
     numerator, denominator = parts
     if type(numerator) is not int or type(denominator) is not int or denominator < 1:
-        raise ValueError("a fraction has two integers, the second above 0")
+        raise ValueError("a fraction needs two integers, and the second must be above 0")
     return Fraction(numerator, denominator)
 
 
@@ -164,7 +164,7 @@ def _decimal(text: str) -> Any:
     try:
         return Decimal(text)
     except InvalidOperation as error:
-        raise ValueError(f"{text!r:.40} is no decimal number") from error
+        raise ValueError(f"{text!r:.40} is not a decimal number") from error
 
 
 def _deque(items: list[Any]) -> Any:
@@ -186,7 +186,7 @@ def _special_float(text: str) -> float:
 
 
 def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 _TYPES: dict[str, type] = {

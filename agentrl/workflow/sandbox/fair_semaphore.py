@@ -1,5 +1,5 @@
-"""A first-come, first-served semaphore that limits the number of running programs. A sandbox gives it one place per core. The
-time in its queue does not count towards a program's limits.
+"""A first-come, first-served semaphore that limits the number of running programs. At most one program per core of the machine
+holds the semaphore. The time in its queue does not count towards a program's limits.
 """
 
 import threading
@@ -21,7 +21,9 @@ class FairSemaphore:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Hold a place until the context ends. Raise InfraError if this thread's caller has stopped waiting."""
+        """Acquire the semaphore, and release it when the context ends. Raise InfraError if this thread's caller has stopped
+        waiting.
+        """
         handed = self._enqueue()
         try:
             with waiting():
@@ -31,7 +33,7 @@ class FairSemaphore:
             self._release(handed)
 
     def running(self) -> int:
-        """Return the number of places that are currently held."""
+        """Return the number of holders of the semaphore."""
         return self._running
 
     def _enqueue(self) -> threading.Event:

@@ -3,7 +3,8 @@ next request.
 
 Killing processes one by one fails if they fork meanwhile. So all processes are stopped first, in one step that a fork cannot
 escape. A stopped process neither forks nor uses a core. A process that may signal others can continue them while it lives. So
-after all processes to be killed are dead, the remaining ones must still be stopped; if they are not, they are stopped again.
+after all processes to be killed are dead, the remaining processes must still be stopped; if they are not, they are stopped
+again.
 
 This file also runs inside a container and imports only the standard library and `proc`.
 """
@@ -22,7 +23,9 @@ PAUSE_SECONDS = 0.002
 
 
 class SettleError(Exception):
-    """The error of a cleanup after a cell: a process still lives that should have ended, or the reverse."""
+    """The error of a cleanup after a cell: a process that should have ended still lives, or a process that should live has
+    ended.
+    """
 
 
 def settle(stop: Callable[[], None], members: Callable[[], Set[int]], lasting: Set[int], seconds: float) -> int:
@@ -50,11 +53,11 @@ def settle(stop: Callable[[], None], members: Callable[[], Set[int]], lasting: S
             raise SettleError(f"{len(others)} processes did not end")
         seen = [proc.threads_of(process)[1] for process in lasting]  # with the others dead, nothing can continue them
         if any(state in "ZX" for state in seen):
-            raise SettleError("its processes are gone")
+            raise SettleError("the processes that should remain are gone")
         if not new and all(state in "Tt" for state in seen):
             return sum(ended.values())
         if time.monotonic() > deadline:
-            raise SettleError("what is to stand still does not")
+            raise SettleError("the remaining processes could not be stopped")
         if len(ended) > len(new) or not new:  # more came after the first step, or a signal continued some
             stop()
         time.sleep(PAUSE_SECONDS)

@@ -6,8 +6,9 @@ group and their parent. So the supervisor enters a Landlock domain that limits s
 inside the first. The descendants of the child can then signal one another, but no other process, not even the supervisor. The
 supervisor can signal only its descendants. So `kill(-1)` reaches exactly these, in one step that a fork cannot escape.
 
-SPEC is JSON (see `Spec`). Over the control socket the supervisor receives two orders. The first is to stop all descendants; the
-supervisor acknowledges it with the same byte. The second is to continue them. While they are stopped, it checks no limits.
+SPEC is JSON (see `Spec`). Over the control socket the supervisor receives two kinds of orders. The first is to stop all
+descendants; the supervisor acknowledges it with the same byte. The second is to continue them. While the descendants are
+stopped, the supervisor checks no limits.
 
 The supervisor kills all descendants and removes the folder in three cases: its first child ends, a limit is passed, or the
 other end of the socket is closed. The socket is also closed if the host is killed. Finally it writes one line of JSON (see
@@ -83,9 +84,9 @@ class Spec(TypedDict):
 class ExitReport(TypedDict):
     """The report that the supervisor writes when it ends.
 
-    `status` is the wait status of the first child. `passed` is the limit that was passed; it is empty if no limit was passed,
-    and "closed" if the control socket was closed. `cpu_seconds` is the processor time of all descendants, in seconds. `left` is
-    the number of descendants that lived longer than the first child.
+    `status` is the wait status of the first child. `passed` is the name of the limit that was passed; it is empty if no limit
+    was passed, and "closed" if the control socket was closed. `cpu_seconds` is the processor time of all descendants, in
+    seconds. `left` is the number of descendants that lived longer than the first child.
     """
 
     status: int
@@ -155,7 +156,7 @@ def enter_domain(files: int, tcp: int, rules: list[tuple[str, int]], port: int =
 
 
 def enter_filters(filters: list[str]) -> None:
-    """Enter seccomp filters, in hex."""
+    """Enter seccomp filters, which are given in hex."""
     for hexadecimal in filters:
         code = bytes.fromhex(hexadecimal)
         program = SockFprog(len(code) // 8, code)
@@ -177,7 +178,9 @@ def scope_signals() -> None:
 
 
 def confine(spec: Spec) -> None:
-    """Give up the child's rights and set its limits. Later steps give up rights that earlier ones need."""
+    """Give up the child's rights and set its limits. The order of the steps matters: later steps give up rights that earlier
+    steps need.
+    """
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # out of memory, the kernel kills these before the keeper
     for group in spec["joins"]:
@@ -208,7 +211,9 @@ def become(spec: Spec) -> NoReturn:
 
 
 def words(path: str) -> list[str]:
-    """Return the words of a file of /proc after the process's name, which may be invalid text; empty if it is gone."""
+    """Return the fields of a file like /proc/PID/stat that follow the process's name; empty if the process is gone. The name is
+    skipped, because a process can give itself a name that is not valid text.
+    """
     try:
         with open(path, "rb") as file:
             return file.read().rpartition(b")")[2].decode(errors="replace").split()
@@ -298,7 +303,7 @@ def mapped_files(pids: list[str], folder: str) -> Iterator[tuple[int, int | None
     prefix = os.fsencode(os.path.realpath(folder)) + b"/"
     for number, (pid, line) in enumerate(mappings(pids)):
         if number > MAPPINGS:
-            raise OSError("too much is mapped")
+            raise OSError("too many memory mappings")
         if not line.endswith(b" (deleted)\n") or prefix not in line:
             continue
         area, _, _, _, inode, _ = line.decode(errors="replace").split(maxsplit=5)
@@ -314,8 +319,8 @@ def mapped_files(pids: list[str], folder: str) -> Iterator[tuple[int, int | None
 def too_full(folder: str, pids: list[str], max_bytes: int) -> bool:
     """Return whether the folder holds more than `max_bytes` bytes or more than `ENTRIES` files.
 
-    Deleted files that are still open or mapped are counted too. If the size of a mapped file is unknown, `max_bytes` is
-    assumed. If the folder cannot be read, return True.
+    Deleted files that are still open or mapped are counted too. A mapped file of unknown size counts as `max_bytes`. Return
+    True if the folder cannot be read.
     """
     sizes: dict[int, int] = {}
     try:
@@ -345,7 +350,9 @@ def passed_limit(spec: Spec) -> str:
 
 
 def watch(spec: Spec, child: int) -> tuple[int | None, str]:
-    """Wait for the first child while serving the host's orders. Return (wait status, "") or (None, why to kill it)."""
+    """Wait for the first child while serving the host's orders. Return (wait status of the child, "") if the child has ended,
+    or (None, the limit that was passed) if it must be killed.
+    """
     poll = select.poll()
     poll.register(spec["control"], select.POLLIN)
     poll.register(os.pidfd_open(child), select.POLLIN)
@@ -413,7 +420,7 @@ def remove(folder: str) -> None:
 
 
 def let_go(spec: Spec) -> None:
-    """Close the child's files in the supervisor. The host then notices when the child closes them."""
+    """Close the supervisor's copies of the child's files, so that the host notices when the child closes its own."""
     first, last = sorted((spec["control"], spec["report"]))
     nothing = os.open("/dev/null", os.O_RDWR)
     for fd in range(3):

@@ -10,16 +10,17 @@ times a second. At the end it kills all processes.
 This sandbox is weaker than bwrap:
 
 - Limits are polled. For a tenth of a second a program can exceed the limits on memory (in one process, by at most 1 GiB) and
-    disk. With a writable control group the memory limit is exact here too. A deleted file whose only descriptor is in transit
-    in an unread socket pair is not counted, and exists as long as the socket pair.
+    disk. If agentrl can create control groups, the memory limit is exact. A deleted file whose only descriptor is in transit in
+    an unread socket pair is not counted, and stays on the disk as long as the socket pair exists.
 - There is no private /tmp, only the folder. /tmp, /proc and /dev/shm can be neither read nor written. Programs that need them
     (`multiprocessing` locks, `psutil`) fail.
-- Names are not secret. `stat` shows whether a path exists, and its size, owner and times, if the user has access to its folder.
-    File contents and folder listings stay hidden. Host name, uptime, load and process ids are those of the machine.
-- If an ordinary user starts the sandbox, the program runs as that user. The filter denies changing the priorities, limits,
-    scheduling and file modes of others. So `chmod` and `utime` also fail in the program's own folder. The kernel's count of
-    processes includes all other processes of the user. So a fork bomb is killed by the supervisor, and is not refused by the
-    kernel.
+- The names of files are not secret. `stat` shows whether a path exists, and its size, owner and times, if the user has access
+    to its folder. File contents and folder listings stay hidden. Host name, uptime, load and process ids are those of the
+    machine.
+- If an ordinary user starts the sandbox, the program runs as that user. The filter protects that user's other processes and
+    files: it denies changing the priorities, limits and scheduling of other processes, and the modes and times of all files. So
+    `chmod` and `utime` also fail in the program's own folder. The kernel's count of processes includes all other processes of
+    the user. So a fork bomb is killed by the supervisor, and is not refused by the kernel.
 - A single filter protects the kernel's file and process calls; there are no namespaces behind it. If the supervisor itself is
     killed (no process inside can do this), all of its descendants except the first survive.
 """
@@ -100,7 +101,9 @@ def check() -> None:
 
 @lru_cache(maxsize=2)
 def filters(owner: bool) -> tuple[str, str]:
-    """Return the filters in hex: of bwrap's programs, and of this sandbox. `owner`: the program's user owns files."""
+    """Return two system call filters, in hex: the one of programs in bwrap, and the additional one of this sandbox. `owner` is
+    True if the program's user owns files of the host.
+    """
     import pyseccomp
 
     rules = seccomp.rules()
@@ -121,7 +124,8 @@ def filters(owner: bool) -> tuple[str, str]:
 
 @lru_cache(maxsize=1)
 def agent_filters() -> tuple[str, str]:
-    """Return the filters in hex for an agent's program, which may use TCP, and change the modes and times of its own files.
+    """Return two system call filters, in hex, for an agent's program. Unlike other programs it may use TCP, and change the
+    modes and times of its own files.
 
     Raises:
         SandboxUnavailable: libseccomp is missing.
@@ -156,14 +160,18 @@ def _exported(syscall_filter: Any) -> str:
 
 
 def readable_paths(folders: tuple[str, ...]) -> list[str]:
-    """Return what a program may read: /usr, older systems' folders outside of it, the interpreter's folders."""
+    """Return the paths that a program may read: /usr, the folders that older systems have outside of /usr, and the
+    interpreter's folders.
+    """
     real = [path for path in LINKS if Path(path).is_dir() and not Path(path).is_symlink()]
     return [path for path in (*READABLE, *real, *folders) if Path(path).exists()]
 
 
 @lru_cache(maxsize=1)
 def keeper_source() -> str:
-    """Return the supervisor's source, as text: the interpreter's user may not be able to read our files."""
+    """Return the supervisor's source code. It is passed as text, because the user that runs the interpreter may be unable to
+    read agentrl's files.
+    """
     return Path(keeper.__file__).read_text(encoding="utf-8")
 
 
@@ -181,7 +189,7 @@ def threads_of(uid: int) -> int:
 
 
 class Tally:
-    """Counters of a Landlock sandbox: the kernel's counts or, without control groups, the supervisor's report."""
+    """Counters of a Landlock sandbox: the kernel's counts or, if there are no control groups, the supervisor's report."""
 
     def __init__(self, cgroup: Cgroup, report: int) -> None:
         self._cgroup = cgroup
@@ -206,7 +214,7 @@ class Tally:
         return CgroupEvents(kernel.oom + (passed == "oom"), kernel.pids + (passed == "pids"), int(passed == "disk"))
 
     def members(self) -> set[int] | None:
-        """Return the ids of the processes in the control group; None without a control group."""
+        """Return the ids of the processes in the control group; None if there is no control group."""
         return self._cgroup.members()
 
     def cpu_seconds(self) -> float | None:
@@ -220,10 +228,10 @@ class KeptProcess:
 
     Args:
         process: the supervisor.
-        hold: the host's end of the control socket. When it is closed, the supervisor kills all processes.
-        uid: the sandbox's user id; None if it is the current user.
+        hold: the host's end of the control socket. When this end is closed, the supervisor kills all processes.
+        uid: the sandbox's user id; None if the sandbox runs as the current user.
         tally: the counters of the sandbox.
-        undone: the cleanup of what was created for the sandbox.
+        undone: a stack whose closing removes everything that was created for the sandbox.
     """
 
     def __init__(
@@ -242,7 +250,7 @@ class KeptProcess:
         """See `RunningSandbox.members`. Without a control group, return the processes of the sandbox's user or, without a
         separate user, the supervisor's descendants.
 
-        Descendants are listed twice, because an orphan gets another parent meanwhile and could be missed.
+        Descendants are listed twice: an orphan that gets another parent during one listing could be missed.
         """
         if (counted := self.cgroup.members()) is not None:
             return counted
@@ -272,7 +280,9 @@ class KeptProcess:
 
 
 def launch(python: str, folders: tuple[str, ...], uids: range) -> Launch:
-    """Return a launcher of Landlock sandboxes. Programs may read `folders` too. Root uses the user ids `uids`."""
+    """Return a launcher of Landlock sandboxes. Programs may also read `folders`. If this process is root, each sandbox gets a
+    user id from `uids`.
+    """
 
     def start_one(limits: Limits, inside: Inside) -> KeptProcess:
         return start(python, folders, uids, limits, inside)

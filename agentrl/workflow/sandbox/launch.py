@@ -39,7 +39,9 @@ class Inside:
 
 
 class Counts(Protocol):
-    """Counters of the resources that all processes of a sandbox use together. Some resources may not be counted."""
+    """Counters of the resources that all processes of a sandbox use together. A kind of sandbox may be unable to count some
+    resources.
+    """
 
     def set_limits(self, memory_bytes: int, processes: int) -> None:
         """Set the limits on memory, in bytes, and on the number of processes."""
@@ -76,7 +78,9 @@ class RunningSandbox(Protocol):
         ...
 
     def go_on(self) -> None:
-        """Continue the stopped processes, perhaps shortly after this returns. Raise OSError if that is impossible."""
+        """Continue the stopped processes. They may continue only shortly after this method has returned. Raise OSError if that
+        is impossible.
+        """
         ...
 
     def close(self) -> int:
@@ -89,7 +93,7 @@ class Launch:
     """A launcher of one kind of sandbox.
 
     Args:
-        kind: the kind's name in results.
+        kind: the name of the kind of sandbox, as in `CodeResult.kind`.
         start: starts a sandbox; raises InfraError if the start fails.
         nests: True if a warm interpreter inside the sandbox (a zygote) can create namespaces for its programs.
     """

@@ -2,9 +2,9 @@
 
 The kernel's count decides whether a program has passed its limit on processor time. A program with n seconds of processor time
 left needs at least n / cores seconds to use them up. So the next check happens within that time. The wall-clock limit is
-extended while other programs need the cores too. A program that still passes it either was starved or slept. It was starved,
-which is a system failure, if it waited for a core for at least half of that time by the kernel's count. A program that is
-asleep for longer than `Limits.asleep_seconds` is killed earlier.
+extended while other programs need the cores too. A program that still passes the wall-clock limit was either starved or asleep.
+By the kernel's count, a starved program waited for a core for at least half of its wall-clock time; this is a system failure. A
+program that is asleep for longer than `Limits.asleep_seconds` is killed earlier.
 """
 
 import os
@@ -42,7 +42,9 @@ Overrun = Literal["timeout_cpu", "timeout_wall", "output_cap", "starved"]
 
 @dataclass(frozen=True)
 class Use:
-    """What was observed of a run: why to kill it (None: it ended by itself), output up to the limit, seconds."""
+    """The observations of a run: the reason to kill the program (None if it ended by itself), the output up to its limit, and
+    times in seconds.
+    """
 
     overrun: Overrun | None
     output: bytes
@@ -75,7 +77,7 @@ class Clock:
         return self._limits.wall(self._crowd) - self.elapsed
 
     def look(self, cpu: float, waited: float) -> tuple[Overrun | None, float]:
-        """Check the limits. Return the reason to kill the program now (None without a reason), and the time until the next
+        """Check the limits. Return the reason to kill the program now (None if there is no reason), and the time until the next
         check, in seconds. `cpu` is the program's processor time so far, in seconds. `waited` is the time that the program
         waited for a core so far, in seconds.
         """
@@ -164,10 +166,10 @@ def _runnable() -> int:
 
 
 def cpu_seconds_of(box: RunningSandbox, lasting: Set[int] = frozenset()) -> float:
-    """Return the processor time that a sandbox has used so far, in seconds.
+    """Return the processor time that the programs in a sandbox have used so far, in seconds.
 
-    Without a control group, only the sandbox's living processes are counted. `lasting` is the ids of the processes of the
-    sandbox itself. Without a control group they are not counted.
+    If `box.cgroup` counts processor time, that count is returned; it covers all processes of the sandbox. Else the times of the
+    living processes are added up, except those with the ids `lasting`, which belong to the sandbox itself.
     """
     counted = box.cgroup.cpu_seconds()
     if counted is not None:

@@ -1,5 +1,5 @@
-"""The command that starts an interpreter inside a sandbox. The interpreter reads our source files from a descriptor, so no
-folder of agentrl needs to be visible inside.
+"""The command that starts an interpreter inside a sandbox. The interpreter reads agentrl's source files from a descriptor, so
+no folder of agentrl needs to be visible inside.
 
 The files that run inside (`runner`, `zygote`, `cells`, `exact_json`) import each other by their normal names. The few lines of
 `BOOT` create modules from their sources.
@@ -51,7 +51,9 @@ def sources(*names: str) -> bytes:
 
 
 def command(python: str, source: int, *arguments: int) -> list[str]:
-    """Return the interpreter's command line. It reads sources from `source`, and calls the `main` of the last."""
+    """Return the interpreter's command line. The interpreter reads sources from the descriptor `source`, and calls the `main`
+    of the last one.
+    """
     numbers = ", ".join(str(argument) for argument in arguments)
     parts = f'open({source}, encoding="utf-8").read()'
     return [python, *FLAGS, "-c", BOOT.format(parts=parts, arguments=numbers)]

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 
 def fields(process: int) -> list[str]:
-    """Return the fields of `/proc/PID/stat` from the state on; empty if the process is gone."""
+    """Return the fields of `/proc/PID/stat` from the process's state on; empty if the process is gone."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].decode().split()
@@ -39,8 +39,9 @@ def processor_seconds(process: int) -> float:
 class Waits:
     """The time that a changing set of processes has waited for a core, as far as it was observed.
 
-    Of the waits between two checks, only the longest wait of a single thread is added. The threads of one program can cause
-    such a wait only by running for as long themselves.
+    Threads may wait at the same time. So at each check only the longest wait of a single thread since the last check is added
+    to `seconds`. A program cannot make itself look starved by threads that wait for each other: while one of its threads waits,
+    the others run, and the program's processor time grows by at least as much.
     """
 
     def __init__(self) -> None:

@@ -55,7 +55,7 @@ The arguments are the `exact_json` text of a list. If some of them are not plain
 
 
 class CallFailed(Exception):
-    """The error if a test calls the model's function and there is no value of this call."""
+    """The error if a test calls the model's function, and the call failed or has no value."""
 
 
 class CannotJudge(BaseException):
@@ -73,11 +73,11 @@ def outcome(reference: str, test: str, function: str, known_calls: KnownCalls, f
         final: True to treat calls whose value is not known as failed.
 
     Returns:
-        A dict with these keys, or with the key `unjudged` alone: the reason why these tests cannot be judged.
+        If the tests cannot be judged, a dict with the single key `unjudged`: the reason. Else a dict with these keys:
 
         passed: a verdict for each test. It is valid only if the values of all calls were known.
         asked: the arguments, as text, of the calls whose value was not known.
-        known: the number of calls before these, all with known values.
+        known: the number of calls before the first call whose value was not known.
     """
     try:
         tests = Tests(reference, test, function)
@@ -134,9 +134,9 @@ class FunctionRelay:
             value = exact_json.encode(names[CALLER](*exact_json.decode(call["args"])))
             same = value == exact_json.encode(self._right(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
         except (Exception, SystemExit) as error:
-            raise CannotJudge(f"they pass what cannot be made again: {type(error).__name__}: {error}") from error
+            raise CannotJudge(f"they pass an argument whose source code fails: {type(error).__name__}: {error}") from error
         if not same:
-            raise CannotJudge("they pass an argument that its source does not rebuild")
+            raise CannotJudge("they pass an argument whose source code builds another argument")
         return exact_json.decode(value)
 
     def _text(self, args: tuple[Any, ...], kwargs: dict[str, Any], caller: types.FrameType) -> str:
@@ -145,26 +145,26 @@ class FunctionRelay:
             bound = inspect.signature(self._right).bind(*args, **kwargs)
             bound.apply_defaults()
             if bound.kwargs:
-                raise CannotJudge("they pass an argument that has no place, only a name")
+                raise CannotJudge("they pass a keyword-only argument")
             positional = bound.args
         text = _plain_text(list(positional))
         if text is not None:
             return text
         if any(isinstance(value, Iterator) for value in positional):  # encoding has used it up
-            raise CannotJudge("they pass an iterator beside what is no plain data")
+            raise CannotJudge("they pass an iterator together with an argument that is not plain data")
         if call := self._sources.call(caller, args, kwargs):
             return json.dumps(call)
         if self.replayed:  # the model's function gave the argument: this call fails, and not the tests
             raise CallFailed
         kinds = ", ".join(type(value).__name__ for value in positional)
-        raise CannotJudge(f"they pass what is no plain data, and is not written in the call itself: {kinds}")
+        raise CannotJudge(f"they pass arguments that are not plain data and are not written in the call itself: {kinds}")
 
     @staticmethod
     def _plain_copy(value: Any) -> Any:
         try:
             return exact_json.decode(exact_json.encode(value))
         except (TypeError, ValueError) as error:
-            raise CannotJudge(f"the reference gives what is no plain data: {error}") from error
+            raise CannotJudge(f"the reference returns a value that is not plain data: {error}") from error
 
 
 class _Sources:

@@ -1,7 +1,7 @@
 """The runner of a program, which runs inside the sandbox. It runs one program from start to end, in its own process.
 
-Any interpreter that exists there may run this file. It imports few modules of the standard library, and only when it needs
-them, because each import makes every run slower.
+Any Python interpreter inside the sandbox may run this file. The file imports few modules of the standard library, and only when
+they are needed, because each import makes every run slower.
 """
 
 import os
@@ -42,7 +42,9 @@ def connect(stdin: int, output: int) -> None:
 
 
 def configure_streams() -> None:
-    """Make the standard streams escape what cannot be encoded, and flush each line, so a kill loses no line."""
+    """Make the standard streams escape characters that cannot be encoded, and flush each line, so that no line is lost if the
+    program is killed.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
 

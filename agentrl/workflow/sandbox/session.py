@@ -49,7 +49,7 @@ FULL_TEXT = "[nothing of this cell is kept: it left so many threads behind that 
 
 
 class BrokenLine(Exception):
-    """The error for a message that is missing or violates the protocol."""
+    """The error if a message from inside is missing or violates the protocol."""
 
 
 class Line(Protocol):
@@ -63,7 +63,9 @@ class Line(Protocol):
         ...
 
     def part(self, seconds: float) -> tuple[bytes, int]:
-        """Wait up to `seconds` for at most a line from inside. Return it, and the id of the process that wrote it."""
+        """Wait up to `seconds` for a line from inside, or a part of a line. Return this data, and the id of the process that
+        wrote it.
+        """
         ...
 
     def forget(self) -> None:
@@ -75,11 +77,15 @@ class Line(Protocol):
         ...
 
     def read_usage(self) -> tuple[CgroupEvents, float]:
-        """Return the kernel's interventions and the processor time in seconds, of this cell or of all so far."""
+        """Return the kernel's interventions and the processor time, in seconds. Only differences between two calls have a
+        meaning.
+        """
         ...
 
     def settle(self, lasting: Set[int]) -> int:
-        """Kill all processes of cells but `lasting`, which stay stopped. Return the number of threads that ended."""
+        """Kill all processes that cells started, except `lasting`, which stay stopped. Return the number of threads that were
+        ended.
+        """
         ...
 
     def go_on(self) -> None:
@@ -225,7 +231,7 @@ class CellSession:
     def _undo(self, message: dict[str, Any], speaker: int) -> int:
         """Return to the state before the cell. Return the exit code of the cell's process, which that state reports."""
         if message and not (is_end(message.get("done")) or is_exit(message.get("died")) or "full" in message):
-            raise BrokenLine("a cell's end was not told as it is")
+            raise BrokenLine("the message about the end of a cell is invalid")
         self._line.settle({self._state})
         if speaker != self._state:
             self._line.go_on()
@@ -233,7 +239,7 @@ class CellSession:
             self._line.settle({self._state})
         code = message.get("died")
         if not is_exit(code):
-            raise BrokenLine("a cell's end was not told as it is")
+            raise BrokenLine("the message about the end of a cell is invalid")
         return code
 
     def _receive(self, seconds: float, only: int | None = None, max_cpu: float = math.inf) -> tuple[dict[str, Any], int]:
@@ -249,9 +255,9 @@ class CellSession:
         deadline, due, process, line = now + seconds, now + LOOK_SECONDS, 0, bytearray()
         while not line.endswith(b"\n"):
             if len(line) > MAX_LINE_BYTES:
-                raise BrokenLine("a line was too long")
+                raise BrokenLine("a message was too long")
             if (now := time.monotonic()) >= deadline:
-                raise BrokenLine("nothing was said in time")
+                raise BrokenLine("no message arrived in time")
             if now >= due:
                 if self._line.read_usage()[1] > max_cpu:
                     return {}, 0
@@ -267,9 +273,9 @@ def message_of(line: bytes | bytearray) -> dict[str, Any]:
     try:
         message = json.loads(line.decode())  # given bytes, json would guess an encoding
     except (ValueError, RecursionError) as error:
-        raise BrokenLine("what was said is no line") from error
+        raise BrokenLine("a message is not valid JSON") from error
     if not isinstance(message, dict):
-        raise BrokenLine("what was said is no line")
+        raise BrokenLine("a message is not a JSON object")
     return message
 
 

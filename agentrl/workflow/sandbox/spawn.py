@@ -127,7 +127,7 @@ class Box:
 
 
 def launch(profile: bwrap.Profile, uids: range) -> Launch:
-    """Return a launcher of bwrap sandboxes. If we are root, each gets a user id from the range `uids`."""
+    """Return a launcher of bwrap sandboxes. If this process is root, each sandbox gets a user id from the range `uids`."""
 
     def start_one(limits: Limits, inside: Inside) -> Box:
         return start(profile, uids, limits, inside)
@@ -180,15 +180,19 @@ def bury(process: "subprocess.Popen[bytes]", cgroup: Cgroup) -> None:
 
 
 def send_order(line: socket.socket, order: bytes) -> None:
-    """Send an order to a sandbox's process and wait for it. Raise OSError if it is gone, or silent for 10 s."""
+    """Send an order to a sandbox's process, and wait for the acknowledgement. Raise OSError if the process is gone, or does not
+    acknowledge within 10 s.
+    """
     line.settimeout(ORDER_SECONDS)
     line.sendall(order)
     if line.recv(1) != order:
-        raise ConnectionResetError("its processes are gone")
+        raise ConnectionResetError("the sandbox's processes are gone")
 
 
 def wait_readable(file: int, seconds: float | None = None) -> bool:
-    """Return whether `file` is readable within `seconds` (None: wait). A pidfd is readable after its process's end."""
+    """Return whether `file` becomes readable within `seconds` (None: no time limit). A pidfd becomes readable when its process
+    ends.
+    """
     poller = select.poll()
     poller.register(file, select.POLLIN)
     return bool(poller.poll(None if seconds is None else max(0, seconds * 1000)))

@@ -25,7 +25,9 @@ class Bare:
         self._closed = False
 
     def members(self) -> set[int]:
-        """See `RunningSandbox.members`: the processes of the same process session. Others are missed."""
+        """See `RunningSandbox.members`: the processes of the same process session. Processes that started a new process session
+        are missed.
+        """
         processes = set()
         for name in filter(str.isdigit, os.listdir("/proc")):
             with suppress(ProcessLookupError):

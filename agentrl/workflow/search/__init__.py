@@ -1,9 +1,9 @@
-"""Search: algorithms without gradients. They try texts in episodes, and choose the best.
+"""Search: algorithms without gradients. They try prompts and other texts in episodes, and choose the best.
 
 Such an algorithm is a function `run(resources, rollouts, ...)`. Its parameters are names of fields of `Given`. Each time the
-run continues, the function is called again from its beginning. Requests that it made before are answered from the database at
-once, with the same results, until the function reaches a new request. So the function must make the same requests again: it may
-depend only on its arguments, and must take random draws from `rng`.
+run continues, the function is called again from its beginning. The requests that it made in an earlier call are answered from
+the database at once, with the same results, until the function makes a new request. So the function must make the same requests
+again: it may depend only on its arguments, and must take random draws from `rng`.
 """
 
 import inspect
@@ -26,7 +26,7 @@ class Critic(Protocol):
     """A model that writes critique and edits, at an OpenAI-compatible endpoint."""
 
     def __call__(self, prompt: str) -> str:
-        """Return the model's answer to a prompt. Raise ServiceError if there is none; the run tries again later."""
+        """Return the model's answer to a prompt. Raise ServiceError if the model does not answer; the run tries again later."""
         ...
 
     def each(self, prompts: Sequence[str]) -> list[str]:
@@ -36,7 +36,7 @@ class Critic(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """A request of a search for rollouts: one group for each pair of candidate and task, ordered by candidate."""
+    """A request of a search for rollouts: a group of episodes for each pair of candidate and task, ordered by candidate."""
 
     candidates: tuple[Candidate, ...]
     tasks: tuple[Task, ...]
@@ -45,7 +45,7 @@ class Request:
 
     @property
     def groups(self) -> list[tuple[int, Task]]:
-        """The index of the candidate and the task, for each group."""
+        """For each group, the index of its candidate and its task."""
         return [(place, task) for place in range(len(self.candidates)) for task in self.tasks]
 
 
@@ -80,9 +80,9 @@ class Resources(dict[str, str]):
 
 
 class Rollouts:
-    """The episodes of a search. Its first requests get the recorded episodes; a later request samples new ones. `seeds` are the
-    texts with which the search starts. Every candidate has the same names. `record` is all groups that the run has tried, in
-    order.
+    """The function by which a search requests episodes. Requests that an earlier call of the search made get the recorded
+    episodes; a new request samples episodes. `seeds` are the texts with which the search starts; every candidate must have
+    texts of the same names. `record` contains all groups that the run has tried, in order.
     """
 
     def __init__(self, seeds: Candidate, record: Sequence[Tried]) -> None:
@@ -91,7 +91,9 @@ class Rollouts:
     def __call__(
         self, candidate: Candidate, tasks: Sequence[Task], note: str = "", parent: Candidate | None = None
     ) -> list[Group]:
-        """Return a group per task, sampled with the candidate's texts. `note` and `parent` say how it came about."""
+        """Return a group of episodes per task, sampled with the candidate's texts. `note` says how the candidate was made, and
+        `parent` is the candidate from which it was made.
+        """
         return self.each([candidate], tasks, [note], [parent])[0]
 
     def each(
@@ -102,8 +104,8 @@ class Rollouts:
         parents: Sequence[Candidate | None] = (),
     ) -> list[list[Group]]:
         """Return, for each candidate, one group of episodes per task. All candidates are sampled in parallel. Raise ValueError
-        if a candidate is invalid, or the request has more than `MAX_GROUPS` groups. Raise ConfigError if the search requests
-        other rollouts than it requested at this point before.
+        if a candidate is invalid, or the request has more than `MAX_GROUPS` groups. Raise ConfigError if an earlier call of the
+        search requested other rollouts at this point.
         """
         request = Request(tuple(map(dict, candidates)), tuple(tasks), tuple(notes), tuple(parents))
         for candidate in request.candidates:
@@ -127,7 +129,7 @@ class Rollouts:
 
     def _check(self, candidate: Candidate) -> None:
         if candidate.keys() != self._seeds.keys():
-            raise ValueError(f"a candidate has the texts {', '.join(self._seeds)}, not {', '.join(candidate)}")
+            raise ValueError(f"a candidate must have the texts {', '.join(self._seeds)}, not {', '.join(candidate)}")
         for name, text in candidate.items():
             if fault := validation_error(text, self._seeds[name]):
                 raise ValueError(f"the text {name!r} of a candidate cannot be tried: {fault}")
@@ -143,7 +145,7 @@ class Given:
         train_tasks, choose_tasks: the tasks to learn from, and the tasks to choose by.
         critic: the critic model; None if the run has none.
         rng: the source of the search's random draws.
-        options: the run's section `search`.
+        options: the section `search` of the run's config.
         store: the URL of the database; `agentrl.open(store)` reads it.
     """
 
@@ -168,8 +170,8 @@ def go_on(run: Callable[..., Any], inputs: Given, held_out: Sequence[Task]) -> R
     """Run the algorithm until it requests rollouts or chooses a candidate. Return the request or the choice.
 
     A chosen candidate and the initial texts are then measured on the held-out tasks, which the search has not used. Raise
-    ConfigError if the algorithm has a parameter that is not a field of `Given`, or requests other rollouts than it requested
-    before.
+    ConfigError if the algorithm has a parameter that is not a field of `Given`, or requests other rollouts than in an earlier
+    call.
     """
     try:
         chosen = run(**_taken(run, inputs))
@@ -207,7 +209,7 @@ def score(groups: Sequence[Group]) -> float:
 
 
 def group_score(group: Group) -> float | None:
-    """Return the mean reward of a group's ended episodes; None if the system failed all of them.
+    """Return the mean reward of a group's ended episodes; None if a failure of the system ended all of them.
 
     An episode that failed because of its agent or a reward has the reward 0. Otherwise a search could choose a text that breaks
     most of its episodes.

@@ -1,7 +1,7 @@
-"""APO: a critic criticises and edits a prompt, given episodes of the prompt. Beam search keeps the best prompts.
+"""APO: a critic criticises and edits a prompt, given episodes that used the prompt. Beam search keeps the best prompts.
 
 Source: Pryzant et al. 2023, "Automatic Prompt Optimization with 'Gradient Descent' and Beam Search", arXiv 2305.03495,
-algorithms 1 to 3. The paper selects candidates with bandits; here every candidate is tried on all tasks for choosing.
+algorithms 1 to 3. The paper selects candidates with bandits; here every candidate is tried on all of `choose_tasks`.
 """
 
 import random

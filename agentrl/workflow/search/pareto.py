@@ -26,7 +26,7 @@ def run(
     rng: random.Random,
     options: Mapping[str, Any],
 ) -> Candidate:
-    """Return the candidate with the best mean score over the tasks for choosing."""
+    """Return the candidate with the best mean score over `choose_tasks`."""
     result: Any = optimize(
         seed_candidate=dict(resources),
         trainset=list(train_tasks),
@@ -70,7 +70,9 @@ class _Adapter:
     def make_reflective_dataset(
         self, candidate: dict[str, str], eval_batch: EvaluationBatch[Episode | str, str], components_to_update: list[str]
     ) -> dict[str, list[dict[str, Any]]]:
-        """Return, for each text to update, the text about the episodes that the critic reads."""
+        """Return, for each prompt in `components_to_update`, the records that the critic reads before it rewrites the prompt:
+        the conversation and the feedback of each episode, and the placeholders that the prompt must keep.
+        """
         records = [_record(trace) for trace in eval_batch.trajectories or ()]
         return {name: [*records, *self._places(name)] for name in components_to_update}
 
@@ -81,7 +83,7 @@ class _Adapter:
 
 class _Silent:
     def log(self, message: str) -> None:
-        """Ignore the message: the run's rows have the information."""
+        """Ignore the message, because the run's database rows contain the information."""
 
 
 def _first(group: Group) -> Episode:

@@ -193,7 +193,7 @@ class Tool:
         return self.function(**values)
 
     def overdue(self) -> AgentRLError:
-        """Return the error for a call that exceeded the time limit. For most tools, the timeout is a failure of the model."""
+        """Return the error for a call that exceeded the time limit. For most tools, it is a failure of the model."""
         return ToolTimeout(f"{self.name} took longer than {self.timeout_seconds:g} s")
 
     @property
@@ -236,7 +236,7 @@ def clip(text: str, limit: int) -> str:
 def failure(tool: Tool, error: BaseException) -> ToolResult:
     """Return the result that the model reads after a call raised an exception.
 
-    For a mistake of the model, the result is the error message. Otherwise it says that the tool failed.
+    For a mistake of the model, the result is the error message. For any other error, the result says that the tool failed.
     """
     if isinstance(error, ToolFailure):
         return ToolResult(clip(str(error), tool.max_characters), error.error_class)

@@ -1,8 +1,9 @@
 """fetch: the text of a web page on a host in AGENTRL_FETCH_HOSTS. If the variable names no host, the tool is off.
 
-The list has names and addresses, each with `:PORT` unless the port is 80 or 443. `*.example.org` allows every host below it. A
-redirect is followed only to a host on the list. A name that resolves to a private address is refused, unless the address itself
-is on the list. The request goes to exactly the address that was checked. No proxies, credentials or cookies are used.
+The variable lists host names and addresses, each with `:PORT` unless the port is 80 or 443. `*.example.org` allows every host
+below example.org. A redirect is followed only to a host on the list. A name that resolves to a private address is refused,
+unless the address itself is on the list. The request goes to exactly the address that was checked. No proxies, credentials or
+cookies are used.
 """
 
 import codecs
@@ -77,9 +78,9 @@ def _url(text: str) -> httpx2.URL:
     try:
         url = httpx2.URL(text)
     except (httpx2.InvalidURL, ValueError) as error:
-        raise ToolFailure(f"{text[:200]!r} is no URL: {error}") from error
+        raise ToolFailure(f"{text[:200]!r} is not a URL: {error}") from error
     if url.scheme not in PORTS or not url.host:
-        raise ToolFailure(f"{text[:200]!r} is no http:// or https:// URL")
+        raise ToolFailure(f"{text[:200]!r} is not an http:// or https:// URL")
     if url.userinfo:
         raise ToolFailure("a URL with a password in it is not fetched")
     return url
@@ -147,7 +148,7 @@ async def _read(response: httpx2.Response) -> bytes:
     if response.status_code >= 300:
         raise ToolFailure(f"the page answers {response.status_code} {response.reason_phrase}")
     if not kind.startswith(TEXTS):
-        raise ToolFailure(f"the page is {kind[:100]}, no text")
+        raise ToolFailure(f"the page is {kind[:100]}, not text")
     if response.headers.get("Content-Encoding", "identity") != "identity":
         raise ToolFailure("the page is compressed, which was not asked for")  # it might decompress to any size
     read = bytearray()

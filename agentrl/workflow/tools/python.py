@@ -85,7 +85,8 @@ class CodeTool(Tool):
 
     def _run_program(self, arguments: Mapping[str, Any]) -> CodeResult:
         if self.keeps:
-            raise ConfigError(f"The tool {self.name!r} needs an episode, and there is none.", "Use the tool python instead.")
+            message = f"The tool {self.name!r} keeps a session for each episode, and this call has no session."
+            raise ConfigError(message, "Use the tool python instead.")
         return sandbox().run(self._program(arguments), limits=self.limits)
 
     def _program(self, arguments: Mapping[str, Any]) -> str:
@@ -93,7 +94,7 @@ class CodeTool(Tool):
         try:
             program.encode()
         except UnicodeEncodeError as error:
-            raise ToolFailure("the code holds half a surrogate pair, which no file can hold") from error
+            raise ToolFailure("the code contains half a surrogate pair, which cannot be written to a file") from error
         return program
 
     def _observation(self, result: CodeResult) -> str:
@@ -150,19 +151,19 @@ class Notebook:
 
 
 def keeps_session(tool: object) -> TypeGuard[CodeTool]:
-    """Return True if the tool's calls are cells of a session that lasts for the episode."""
+    """Return True if the tool runs its calls as cells of one session, which lasts as long as the episode."""
     return isinstance(tool, CodeTool) and tool.keeps
 
 
 def observation(result: CodeResult, limits: Limits) -> str:
-    """Return the text that the model reads after a program that succeeded.
+    """Return the text that the model reads about a program that succeeded.
 
     Raises:
         CodeFailure: the program failed. The error has the program's output and, if it was killed, the reason.
         InfraError: the system failed.
     """
     if system_failed(result):
-        raise InfraError(f"The sandbox ({result.kind}) failed a program: {result.status}: {result.output[:300]}")
+        raise InfraError(f"The sandbox ({result.kind}) failed while it ran a program: {result.status}: {result.output[:300]}")
     left = LEFT_RUNNING_TEXT if result.left else ""
     if result.status == "ok":
         return "\n".join(filter(None, (result.output.rstrip("\n") or "(no output)", left)))

@@ -1,11 +1,11 @@
-"""python_session: the tool python with names that last from one call of an episode to the next. It prints the value of a last
-expression.
+"""python_session: the tool python with names that last from one call of an episode to the next. If the last statement of a call
+is an expression, its value is printed.
 
 The model sees this tool as `python`. Each episode has its own interpreter in the sandbox. If a cell raises an exception, its
 changes remain. If a cell is killed, the names have the values from before the cell.
 
-If the interpreter is lost, the episode's cells are run again. If a result then differs, the model reads a note about it, and
-the episode is tainted: no update trains on it.
+If the interpreter is lost, the episode's cells are run again. If a result then differs, the model reads a note about the
+difference, and the episode is tainted: no update trains on the episode.
 """
 
 from dataclasses import replace

@@ -4,8 +4,8 @@ The collection is a folder of text files (.txt, .md, .markdown, .rst, with all s
 line with `text` or `contents`, and optionally `title`). It may also be the http:// URL of a server that answers a POST of
 `{"query": ..., "k": ...}` with `{"results": [{"title": ..., "text": ...}, ...]}`.
 
-Under its plain name the tool searches the collection in AGENTRL_SEARCH; `search_in(...)` creates a tool for an env's own
-collection. The index is built once per process, at the first call, in a temporary file that SQLite removes itself.
+If a run selects the tool by its plain name, it searches the collection in AGENTRL_SEARCH; `search_in(...)` creates a tool for
+an env's own collection. The index is built once per process, at the first call, in a temporary file that SQLite removes itself.
 """
 
 import json
@@ -130,7 +130,7 @@ def index(passages: Iterable[Passage]) -> Search:
     def best(query: str, k: int) -> list[Passage]:
         terms = re.findall(r"\w+", _utf8(query))[:MAX_WORDS]
         if not terms:
-            raise ToolFailure("the query holds no word to search for")
+            raise ToolFailure("the query contains no word to search for")
         match_query = " OR ".join(f'"{word}"' for word in terms)
         with turn:
             rows = table.execute(

@@ -1,7 +1,7 @@
 """sql: runs one SELECT on a database that the model can only read. An empty query lists the tables.
 
-Selected by its plain name, the tool reads the database in AGENTRL_SQL_DATABASE. `sql_over(...)` creates a tool for an env's own
-database. See `sql.databases` for the names of databases.
+If a run selects the tool by its plain name, it reads the database in AGENTRL_SQL_DATABASE. `sql_over(...)` creates a tool for
+an env's own database. See `sql.databases` for the names of databases.
 """
 
 import re

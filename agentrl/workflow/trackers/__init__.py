@@ -27,7 +27,7 @@ class TrackedRun:
     Args:
         key: an identifier that is unique over all stores.
         name: the run's name.
-        config: the values by dotted key, from `masked_config`.
+        config: the run's config values by dotted key, from `masked_config`.
         tags: tags by which the run can be found.
         page: the URL of the run on the page of `agentrl ui`.
         folder: the folder for the files of a tracker without a server.
@@ -127,8 +127,8 @@ def masked_config(config: Mapping[str, Any], environ: Mapping[str, str]) -> dict
 
     Args:
         config: the stored config.
-        environ: this process's environment variables. If the name of a variable looks like that of a secret, its value is
-            masked everywhere.
+        environ: this process's environment variables. If the name of a variable looks like the name of a secret, the variable's
+            value is masked everywhere.
     """
     secrets, values = _secrets_of(environ), dict(flatten(config))
     return {key: _length(value) if key in TEXT_KEYS else _masked(value, secrets) for key, value in values.items()}
