@@ -1,7 +1,8 @@
 """The last checkpoint of an offline training (`sft`, `dpo`), from which a killed training continues.
 
-It is in the folder `.NAME.training`, next to the model `NAME`, and removed when the model is written. The random draws of a
-step depend only on the step's number, so weights, optimizer state and the number of steps suffice.
+It is in the folder `.NAME.training`, next to the model `NAME`, and removed when the model is written. The random draws of an
+optimizer step depend only on the step's number. So the checkpoint stores only the weights, the optimizer's state and the number
+of steps.
 """
 
 import fcntl
@@ -67,7 +68,7 @@ class Resumable:
     Args:
         folder: the folder of the last checkpoint; it need not exist.
         key: the hash of recipe, model and data. A checkpoint with a different key belongs to another training.
-        every: the number of steps from one checkpoint to the next. None: the time decides, by `MIN_SECONDS_APART` and
+        every: the number of optimizer steps from one checkpoint to the next. None: the time decides, by `MIN_SECONDS_APART` and
             `MAX_TIME_SHARE`.
         clock: the time at which chat templates rendered the training's examples; None if nothing was rendered.
     """
@@ -243,7 +244,7 @@ def _lock_folder(place: Path, target: Path) -> Iterator[None]:
         if isinstance(error, BlockingIOError):
             os.close(lock)
             message = f"Another process is making the model {str(target)!r}."
-            raise ConflictError(message, "Wait for its end, or pass another --name.") from error
+            raise ConflictError(message, "Wait until that process has ended, or pass another --name.") from error
     try:
         yield
     finally:

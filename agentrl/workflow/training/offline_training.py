@@ -118,7 +118,8 @@ class Start:
         model: the section `model` of the run's config.
         policy: the weights to start from.
         temperature: the temperature at which the episodes were sampled. The training divides logits by the same temperature. So
-            only the choice of episodes changes the policy: training on all samples of a policy would not change it on average.
+            only the choice of episodes changes the policy: training on all samples of a policy would not change the policy on
+            average.
         manifest: the run's manifest, with its hashes of tokenizer and template.
     """
 
@@ -137,7 +138,7 @@ class TrainedModel:
     """A model that an offline training made.
 
     Args:
-        recipe: the recipe that made it.
+        recipe: the recipe of the training.
         examples: the number of examples that it learned from.
         left_out: the number of examples that were left out, by reason.
         metrics: the metrics of the last step.
@@ -172,7 +173,9 @@ class Objective(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """A module to train, and what its folder needs besides the weights. `policy` is set if the module belongs to a policy."""
+    """A module to train, and the values besides the weights that its model folder needs: the chat format, `lora` or `full`, and
+    the context window in tokens. `policy` is set if the module belongs to a policy.
+    """
 
     module: Any
     chat: Chat
@@ -188,7 +191,9 @@ def make_learner(policy: Policy) -> Learner:
 
 
 def load_learner(start: Start, device: str, threads: int) -> Learner:
-    """Load the model that learns. Raise ModelError if that fails, CheckpointError if its weights differ."""
+    """Load the model that learns. Raise ModelError if the model cannot be loaded, CheckpointError if its weights differ from
+    the recorded ones.
+    """
     return make_learner(open_with_weights(start.policy, start.model, start.manifest, device, threads))
 
 
@@ -362,7 +367,7 @@ def backoff_over_rows(
         rows: a function that returns an example's rows.
         tokens: the most tokens of a piece, padding included.
         at_least: the least number of pieces; with fewer examples, each example is a piece.
-        apart: whether several rows may be packed on one line.
+        apart: whether several training rows may be packed into one tensor row (`training.packing`).
     """
 
     def extent(piece: Sequence[T]) -> int:
@@ -391,7 +396,9 @@ def schedule(step: int, steps: int) -> float:
 
 
 def batches(rows: int, size: int, seed: int) -> Iterator[list[int]]:
-    """Yield batches of row numbers without end. Each pass has every row once, in a new order that the seed decides."""
+    """Yield batches of numbers from 0 to `rows` - 1, without end. Each pass has every number once, in a new order that the seed
+    decides.
+    """
     rng = random.Random(f"sft order {seed}")
     while True:
         order = rng.sample(range(rows), rows)

@@ -38,8 +38,7 @@ def make_optimizer(
     """Make the optimizer that the config names.
 
     `adamw` is AdamW (arXiv 1711.05101) as one fused kernel per parameter, which makes no copies. `adamw_8bit` stores the
-    moments
-    of large parameters in 8 bits (arXiv 2110.02861).
+    moments of large parameters in 8 bits (arXiv 2110.02861).
     """
     if name == "adamw":
         return torch.optim.AdamW(parameters.values(), lr=learning_rate, betas=betas, weight_decay=weight_decay, fused=True)

@@ -120,7 +120,7 @@ def dpo(
     ]
     if not both:
         raise StateError(
-            f"In none of {len(pairs)} pairs did both episodes sample a token to learn from.", "agentrl episodes RUN"
+            f"None of {len(pairs)} pairs has sampled tokens in both episodes.", "See the episodes: agentrl episodes RUN"
         )
     recipe = recipe or recipe_for(len(both), PASSES, 1e-4)
     check_optimizer(recipe.optimizer, pick_device(device))
