@@ -38,8 +38,8 @@ class PolicyOutput(NamedTuple):
 
     Args:
         logits: (B, T, V), at temperature 1. The logits at position t predict the token at t + 1.
-        logprobs: (B, T) float32, the logprob of each token given the tokens before it, in nats, at the temperature of the
-            limits. A sampler records the same numbers (`Step.behavior_logprobs`). 0 for a row's first token and for padding.
+        logprobs: (B, T) float32, the logprob of each token given the tokens before it, in nats, at the temperature of `limits`.
+            A sampler records the same numbers (`Step.behavior_logprobs`). 0 for a row's first token and for padding.
         values: (B, T), the critic's value after the token at t, in units of the reward; None if the policy has no critic.
     """
 

@@ -282,7 +282,7 @@ def logprobs(values: Sequence[float | None] | None, url: str) -> list[float]:
     above = next((logprob for logprob in values if logprob is not None and logprob > ROUNDING), None)
     if above is not None:
         raise InfraError(f"The server at {url} gave a token the logprob {above:g}, which is above 0.")
-    raise ModelError(f"The server at {url} gave a token a logprob that is no finite number: its model probably returned NaN.")
+    raise ModelError(f"The server at {url} gave a token a logprob that is not a finite number; its model probably returned NaN.")
 
 
 def likeliest(candidates: Mapping[int, float | None], count: int, vocabulary: int, url: str) -> Likeliest:
@@ -297,5 +297,5 @@ def likeliest(candidates: Mapping[int, float | None], count: int, vocabulary: in
 
 
 def seed(request: GenerateRequest) -> int:
-    """Return a 63-bit seed, derived from the request's key and position. A server that makes its own draws gets it."""
+    """Return a 63-bit seed, derived from the request's key and position. It is for servers that make their own random draws."""
     return (request.key + request.position * 0x9E3779B97F4A7C15) % 2**63

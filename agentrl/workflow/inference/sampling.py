@@ -47,7 +47,7 @@ def sample(
 
     Returns:
         The ids (N,) int64, never one of probability 0 unless `allowed` leaves no other, and their logprobs (N,) float32 over
-        the complete vocabulary. The logprob is NaN in a row with a NaN.
+        the complete vocabulary. In a row whose logits contain a NaN, the logprob is NaN.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     vocabulary = logits.shape[-1]
@@ -180,7 +180,7 @@ def lowest_logit(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) ->
             2407.01082).
 
     Returns:
-        (N,) in the logits' dtype; -inf if all tokens are allowed, NaN in a row with a NaN.
+        (N,) in the logits' dtype; -inf if all tokens are allowed, NaN in a row whose logits contain a NaN.
     """
     vocabulary = logits.shape[-1]
     for width in (*(width for width in WIDTHS if width < vocabulary), vocabulary):

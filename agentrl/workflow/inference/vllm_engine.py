@@ -1,7 +1,7 @@
 """The engine `vllm`: this process starts a vLLM server of its own, and samples with it as `openai_engine` does.
 
-The server listens at a free port of the loopback address, with a random key. It starts at the first turn, and again after it
-ended. It ends with the process that started it.
+The server listens at a free port of the loopback address, with a random key. It starts at the first turn, and is started again
+if it ends. It ends together with this process.
 """
 
 import os

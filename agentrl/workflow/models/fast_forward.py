@@ -8,8 +8,8 @@ operations of transformers' modules:
 - Query heads that share keys form one block.
 - Values that all layers use are computed once.
 
-It reads the weights of transformers' modules, and of copies that it makes of some of them. Other architectures, and models with
-another kind of attention, run through their own modules.
+It reads the weights of transformers' modules, and makes copies of some of them. Other architectures, and models with another
+kind of attention, run through their own modules.
 """
 
 from collections.abc import Callable, Sequence

@@ -53,8 +53,8 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 @cache
 def why_not_packed(dtype: torch.dtype) -> str:
-    """Return the reason why this process does not pack a dtype of `ROUNDING`; empty if it does, because the test product was
-    right.
+    """Return why this process does not pack weights of this dtype, which is one of `ROUNDING`. Empty if it packs them, because
+    the test product was right.
     """
     draw = torch.Generator().manual_seed(0)
     weight, bias, inputs = (torch.randn(size, generator=draw).to(dtype) for size in ((80, 48), (80,), (7, 48)))

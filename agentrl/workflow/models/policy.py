@@ -399,7 +399,7 @@ def checked_weights(folder: Path, sha256: str) -> Path:
         )
     digest = sha256_file(file)
     if digest != sha256:
-        raise CheckpointError(f"{str(file)!r} has sha256 {digest[:12]}, the record says {sha256[:12]}: it was altered.")
+        raise CheckpointError(f"{str(file)!r} has sha256 {digest[:12]}, the record says {sha256[:12]}: the file was altered.")
     return file
 
 
