@@ -63,7 +63,7 @@ class DatasetError(AgentRLError):
 
 
 class ConflictError(AgentRLError):
-    """An object with the requested name exists, and differs from the requested object."""
+    """The requested name belongs to an existing object that differs from the requested one."""
 
     exit_code = 3
 

@@ -85,7 +85,7 @@ class Search:
 
 
 def find_gradient(name: str) -> Algorithm:
-    """Return the training algorithm with this name. Raise ConfigError if the algorithm does not exist, or it is a search."""
+    """Return the training algorithm with this name. Raise ConfigError if the algorithm does not exist, or is a search."""
     algorithm = find("algorithms", name)
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(f"The algorithm {name!r} changes prompts, not weights.", "Use one that trains, such as grpo.")

@@ -2,7 +2,7 @@
 
 A checkpoint is one version of a policy. `write` makes a complete checkpoint or none, and a row of the database publishes it
 (`store/train_commits.py`). `read` opens it on any host. A path without `://` is a folder of this host and is used as it is.
-`drop_optimizer` and `remove` delete what no row needs.
+`drop_optimizer` and `remove` delete parts that no row needs.
 
 Other packages import only this module, `checkpoint_gc` (it decides which checkpoints are no longer needed) and `epoch_links`
 (it names the checkpoints that ended an epoch).

@@ -79,7 +79,7 @@ def check_place(place: str) -> Path | None:
     try:
         files.info(bucket)
     except FileNotFoundError as error:
-        raise ConfigError(f"There is no bucket {bucket!r} for checkpoints in {place!r}.", "Make it.") from error
+        raise ConfigError(f"There is no bucket {bucket!r} for checkpoints in {place!r}.", "Create the bucket.") from error
     except PermissionError as error:
         raise ConfigError(f"Checkpoints in {place!r} cannot be accessed: {_words(error)}.", "Check the credentials.") from error
     except Exception as error:  # every store has its own error classes

@@ -112,10 +112,10 @@ def _find_previous(fields: Fields, recorded: Recorded) -> tuple[str, RecordedRes
         return "", None
     previous = thread.text("previous_message_id", MAX_NAME).removeprefix(MESSAGE_ID)
     if (response := recorded(previous)) is None:
-        raise thread.error("previous_message_id", "this key has no message with this id", NOT_FOUND)
+        raise thread.error("previous_message_id", "this API key has no message with this id", NOT_FOUND)
     for name in ("system", "tools"):
         if fields.has(name):
-            raise fields.error(name, "a thread keeps what it was created with; leave it out")
+            raise fields.error(name, "it cannot change within a thread; leave it out")
     return previous, response
 
 

@@ -125,8 +125,8 @@ class Completion:
             including the server's queue.
         top: the most likely tokens at the place of each sampled token, with logprobs as in `logprobs`; empty if the request
             asked for none. Tokens of probability 0 are left out.
-        guided: the indices of the tokens that the grammar chose rather than the policy: it left less than `WHOLE_MASS` of the
-            probability. They do not train.
+        guided: the indices of the tokens that the grammar chose rather than the policy, because the policy gave all tokens that
+            the grammar allowed a total probability below `WHOLE_MASS`. These tokens do not train.
     """
 
     token_ids: tuple[int, ...]
@@ -182,7 +182,8 @@ class Backend:
         check: `module:function` of a function that each rollout worker calls before a run is written. It gets the machine's
             `Settings` and the names of the base, and raises an error if the engine cannot work there. Empty: none.
         keyed: True if the sampled tokens depend only on the request.
-        logprobs: True if the tokens are the sampled ones and each has a logprob. Without, only `agentrl serve` records turns.
+        logprobs: True if the engine returns the sampled ids and a logprob for each. If False, only `agentrl serve` can use the
+            engine.
         weights: the kinds of trained weights that the engine can sample from: `lora` adapters, `full` sets of weights, both or
             neither.
         quantised: True if the engine quantises the base as the config says (4 or 8 bits). Otherwise the server decides.
@@ -209,7 +210,7 @@ class Backend:
 
 
 def start(backend: Backend, policy: "Policy", settings: Settings) -> Engine:
-    """Start the engine. Raise ConfigError if a setting is missing, ModelError if it cannot run this model."""
+    """Start the engine. Raise ConfigError if a setting is missing, ModelError if the engine cannot run this model."""
     engine: Engine = find("engine", backend.start)(policy, settings)
     return engine
 

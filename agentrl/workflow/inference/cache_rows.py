@@ -167,7 +167,7 @@ def _copy_layer(layer: Any) -> Any:
 
 
 class TokenRows:
-    """The rows as token ids only. For each new token, the model reads all tokens of the row again. See `model_rows.ModelRows`."""
+    """The rows as token ids only. For each new token, the model reads the complete row again. See `model_rows.ModelRows`."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

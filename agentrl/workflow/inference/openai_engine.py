@@ -116,7 +116,9 @@ class OpenAIServer:
     def _complete(self, name: str, body: dict[str, Any]) -> Choice:
         reply = self._connection.read(Completions, "/v1/completions", {"model": name, **body})
         if reply.model != name:
-            raise ModelError(f"The server at {self._connection.url} was asked for {name!r}; {reply.model!r} answered.")
+            raise ModelError(
+                f"The server at {self._connection.url} was asked for the model {name!r}, but {reply.model!r} answered."
+            )
         return reply.choices[0]
 
     def _cards(self) -> list[Card]:

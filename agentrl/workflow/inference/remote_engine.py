@@ -282,7 +282,9 @@ def logprobs(values: Sequence[float | None] | None, url: str) -> list[float]:
     above = next((logprob for logprob in values if logprob is not None and logprob > ROUNDING), None)
     if above is not None:
         raise InfraError(f"The server at {url} gave a token the logprob {above:g}, which is above 0.")
-    raise ModelError(f"The server at {url} gave a token a logprob that is not a finite number; its model probably returned NaN.")
+    raise ModelError(
+        f"The server at {url} gave a token a logprob that is not finite: the server's model probably returned NaN."
+    )
 
 
 def likeliest(candidates: Mapping[int, float | None], count: int, vocabulary: int, url: str) -> Likeliest:
