@@ -225,8 +225,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """A tool call of a step, with the values of its database row. `result` is set if the call could not be sent to a tools
-    worker.
+    """A tool call of a step, with the values of its database row. `result` is set if the call is refused, so that it does not
+    run.
     """
 
     call: ToolCall
