@@ -247,7 +247,7 @@ class ModelConfig(Section):
         if (self.load_in_4bit or self.load_in_8bit) and self.lora_r == 0:
             raise ValueError("a quantised base cannot train all weights: set lora_r above 0")
         if self.sampler_dtype != "auto" and (self.lora_r or self.load_in_4bit or self.load_in_8bit):
-            raise ValueError("with LoRA the sampler shares the trainer's base: set dtype instead of sampler_dtype")
+            raise ValueError("sampler_dtype has no effect with LoRA: the sampler shares the trainer's base; set dtype instead")
         if self.numerics == "exact" and (
             self.load_in_4bit or self.load_in_8bit or not self.dtype == self.sampler_dtype == "auto"
         ):
@@ -640,13 +640,13 @@ class AgentConfig(Section):
         if self.unsafe and not self.command:
             raise ValueError("unsafe applies only to programs: functions run without a sandbox by default")
         if self.sandbox is False and self.command:
-            raise ValueError("a program runs in the sandbox; unsafe: true runs it without")
+            raise ValueError("sandbox: false is only for functions; for a program, unsafe: true runs it without the sandbox")
         if self.network != "endpoint" and not self.sandboxed:
             raise ValueError("network has no effect without the sandbox: the agent has the worker's network")
         if self.reuse and (self.command or self.is_external or self.sandboxed):
             raise ValueError("reuse applies only to a function without a sandbox: other agents have a process per episode")
         if self.reuse and self.frozen_clock:
-            raise ValueError("frozen_clock stops the clock of a whole process: leave reuse or frozen_clock out")
+            raise ValueError("frozen_clock stops the clock of a process that reuse shares: leave reuse or frozen_clock out")
         return self
 
 

@@ -40,7 +40,7 @@ This is enough for nine overlapping iterations and one evaluation.
 """
 
 REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
-"""The finish reasons of a server, and ours."""
+"""A mapping from the server's finish reasons to agentrl's."""
 _TOKEN = re.compile(r"token_id:([0-9]{1,10})")
 """The pattern of the names that vLLM gives tokens with `return_tokens_as_token_ids`."""
 

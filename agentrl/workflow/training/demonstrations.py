@@ -21,7 +21,7 @@ from agentrl.workflow.trajectory import Message
 QUESTIONS = ("question", "prompt")
 ANSWERS = ("answer", "response", "completion")
 COLUMN_KINDS = ((*QUESTIONS, "messages"), (*ANSWERS, "chosen"))
-"""Of each kind, a row has one column."""
+"""The names of columns of two kinds: for the question, and for the answer. A row has one column of each kind."""
 
 
 @dataclass(frozen=True, slots=True)

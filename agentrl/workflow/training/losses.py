@@ -17,7 +17,7 @@ from agentrl.workflow.config import AlgorithmConfig
 MAX_LOG_RATIO = 20.0
 """The bound of a token's log ratio, as in verl. Beyond it the exponential could overflow, and its gradient would be NaN."""
 MAX_SEQUENCE_LOG_RATIO = 10.0
-"""The cap of a sequence's log ratio, as in verl."""
+"""The upper bound of the log ratio of a whole training row, as in verl."""
 
 
 @dataclass(frozen=True, slots=True)
