@@ -220,7 +220,7 @@ def _check(last: Path, key: str, target: Path) -> None:
         raise _unusable(last) from error
     recorded_key, done, steps = read_progress(last)
     if recorded_key != key:
-        message = f"A training of another recipe, model or data was interrupted at step {done} of {steps} of {str(target)!r}."
+        message = f"A training of {str(target)!r} with another recipe, model or data was interrupted at step {done} of {steps}."
         raise ConflictError(message, INTERRUPTED_HINT)
 
 

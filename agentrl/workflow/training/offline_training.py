@@ -71,7 +71,7 @@ SILENT: ProgressListener = _SilentProgress()
 
 
 BETAS, WEIGHT_DECAY = (0.9, 0.98), 0.01
-"""The options of the optimizer."""
+"""The betas and the weight decay of the optimizer."""
 
 BATCH_SIZE = 16
 """The default number of examples per step."""
@@ -88,7 +88,8 @@ class Recipe:
         steps: the number of optimizer steps.
         batch_size: the examples per step.
         learning_rate: the highest learning rate.
-        seed: decides the new weights, the demonstrations that a dataset makes, the order, and which examples are held out.
+        seed: decides the initial values of new weights, the demonstrations that a dataset makes, the order of the examples, and
+            which examples are held out.
         gradient_accumulation_steps: the least number of pieces that a step's examples are split into. It does not change the
             gradient.
         held_out: the share of the examples that are held out: their loss is measured, and they are not learned.

@@ -1,9 +1,9 @@
 """One update of a policy: from groups of finished episodes to new weights, or to unchanged weights and the reason.
 
-An update is split into minibatches (one optimizer step each), and these into microbatches (one forward and backward pass each).
-The split into microbatches changes memory and time, never the gradient. A result that is not finite is never published: the
-update reports the reason, and the weights are restored or loaded again. All orders follow from the order of the groups, so an
-update can be repeated.
+An update is split into minibatches (one optimizer step each), and each minibatch into microbatches (one forward and backward
+pass each). The split into microbatches changes memory and time, never the gradient. A result that is not finite is never
+published: the update reports the reason, and the weights are restored or loaded again. All orders follow from the order of the
+groups, so an update can be repeated.
 """
 
 import json
