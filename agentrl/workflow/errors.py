@@ -165,7 +165,7 @@ class InfraError(AgentRLError):
 
 
 class Unready(InfraError):
-    """A worker without a module or setting that a call needs. Other calls would fail there too."""
+    """A worker that lacks a module or a setting which a tool call needs. Other calls of the tool would fail there too."""
 
 
 class Fenced(AgentRLError):

@@ -1,8 +1,8 @@
 """The conversion of messages to token ids and back with the tokenizer's own chat template.
 
-Sampled text is never tokenized again. An episode is one growing row of tokens. `opening` renders everything before the first
-sampled turn, and `continuation` the part between two sampled turns (tool results, a user's message). `parse` parses a sampled
-turn (see `chat.parsing`).
+Sampled text is never tokenized again. An episode is one growing sequence of tokens. `opening` renders everything before the
+first sampled turn, and `continuation` the part between two sampled turns (tool results, a user's message). `parse` parses a
+sampled turn (see `chat.parsing`).
 
 The caller passes the tokenizer, so this module needs neither torch nor transformers.
 """

@@ -95,7 +95,8 @@ def mounted_folder(url: str) -> Path | None:
 
 def write(url: str, writer: Writer) -> str:
     """Write a checkpoint to the URL, and leave a copy on this host. Return the sha256 of its weights. Raise CheckpointError if
-    the disk refused the files, or the bucket does not exist. Only an unpublished checkpoint without a manifest is lost.
+    the disk refused the files, or the bucket does not exist. An exception leaves at most an unpublished checkpoint without a
+    manifest at the URL.
     """
     copy = copy_of(url)
     with report_host_trouble(url), hold_lock(copy.parent):  # so that no process evicts it before it is stored

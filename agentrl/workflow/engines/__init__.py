@@ -1,4 +1,4 @@
-"""Engines sample many episodes at once: they take prompts and return token ids with behavior logprobs.
+"""Engines sample many episodes at once: they take prompts, and return the sampled token ids with their logprobs.
 
 A request has the policy's weights, a key and a position. For a `keyed` engine, nothing outside the request influences the
 sampled tokens. The engine computes one uniform number per token from (key, position), and selects a token by the inverse of the

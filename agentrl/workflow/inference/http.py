@@ -1,6 +1,5 @@
-"""A connection to a server that samples.
-
-It parses JSON responses and converts refusals to agentrl's errors. It needs no torch.
+"""A connection to a server that samples. JSON responses are parsed, and refusals become agentrl's errors. This module needs no
+torch.
 """
 
 import json

@@ -1,8 +1,8 @@
 """The engine that samples with a llama.cpp server (`llama-server -m MODEL.gguf`): an untrained base, for eval and chat.
 
 Prompts are sent as token ids to `/completion`. The response has the sampled ids and their logprobs at temperature 1, so no
-other temperature is allowed. `/tokenize` shows whether the file has the same vocabulary as the policy. Whether it has the same
-weights, and in which precision, cannot be checked.
+other temperature is allowed. `/tokenize` shows whether the GGUF file has the same vocabulary as the policy. Whether the file
+has the same weights, and in which precision, cannot be checked.
 
 If a token ends within a character, the server returns no logprob for it. A separate request gets that logprob.
 """

@@ -1,8 +1,8 @@
 """agentrl's own engine: the model of a `Policy`, run in one thread over a rolling batch (`inference.decoding_batch`).
 
-Waiting turns join between two tokens, and ended turns leave at once. Rows of different weights never share a batch. If the
-first request in the queue needs other weights, no further turn joins until the batch is empty. Then all requests for the new
-weights join.
+Waiting turns join between two tokens, and ended turns leave at once. All turns in the batch use the same weights. If the first
+request in the queue needs other weights, no further turn joins until the batch is empty. Then all requests for the new weights
+join.
 """
 
 import threading

@@ -29,7 +29,7 @@ from agentrl.workflow.errors import BrokenCheckpoint, CheckpointError, ConflictE
 from agentrl.workflow.training.optimizer import LossScale, optimizer_state, set_optimizer_state
 
 AGAIN_HINT = "type the same command again"
-INTERRUPTED_HINT = "Type its command again to continue it, or pass --force to start again."
+INTERRUPTED_HINT = "To continue that training, type its command again. To start a new one, pass --force."
 MIN_SECONDS_APART = 60.0
 """The least time between two checkpoints, in seconds, if no number of steps is set."""
 MAX_TIME_SHARE = 20
