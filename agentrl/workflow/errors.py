@@ -115,7 +115,7 @@ class SandboxUnavailable(AgentRLError):
 
 
 class WorkerError(AgentRLError):
-    """Running workers that lack something that the run needs, or whose settings differ from those of the command."""
+    """Running workers that lack something the run needs, or whose settings differ from the settings of the command."""
 
     exit_code = 11
 

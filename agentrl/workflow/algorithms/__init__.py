@@ -71,8 +71,8 @@ class Search:
     Args:
         name: the file's name.
         function: `module:function`.
-        chooses: True if the search chooses texts. It then chooses by separate tasks, and the chosen texts are measured on other
-            tasks.
+        chooses: True if the search chooses texts. The search then chooses by the rewards on separate tasks, and the chosen
+            texts are measured on other tasks.
         options: the options of `config.SEARCH_OPTIONS` that the search uses, with their defaults.
         needs: the package that the search needs, which is also the name of the extra; empty if it needs none.
     """

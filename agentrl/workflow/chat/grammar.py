@@ -4,8 +4,8 @@ come next.
 The library `llguidance` (an extra: `agentrl[constraints]`) compiles a grammar and computes the mask of each token. Without the
 library, the prompt only asks the model to meet the requirement (`wish_text`), and `is_kept` checks the turn afterwards.
 
-The grammar of tool calls is derived from `ToolFormat.write`. It exists for each format whose arguments are one JSON object.
-JSON has `, ` and `: ` as separators and no other white space. Otherwise a model could write white space for ever.
+The grammar of tool calls is derived from `ToolFormat.write`, for each format whose arguments are one JSON object. JSON has `, `
+and `: ` as separators and no other white space. Otherwise a model could write white space for ever.
 """
 
 import hashlib

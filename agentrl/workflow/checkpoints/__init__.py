@@ -83,7 +83,7 @@ def read(path: str, sha256: str, part: Part, reader: Callable[[Path], T]) -> T:
 def local_part(path: str, sha256: str, part: Part = "weights") -> Path:
     """Return a local folder with a part of the checkpoint at `path`, a folder or a URL. Fetch the part if needed. `sha256` is
     the hash of the weights in the policy's row. Raise BrokenCheckpoint if the checkpoint is missing or incomplete, or its
-    weights are not those of the row. Raise ConfigError if this host cannot access the folder with the run's checkpoints. Raise
+    weights have another hash. Raise ConfigError if this host cannot access the folder with the run's checkpoints. Raise
     ServiceError if the store did not respond for a long time, or this host's disk is full.
     """
     return object_store.local_copy(path, sha256, part) if is_url(path) else _check_here(Path(path))

@@ -3,7 +3,7 @@
 Object stores cannot rename, so each key is written once and never changed. The manifest is written last: a checkpoint with a
 manifest is complete.
 
-A copy is in `AGENTRL_HOME/cache/RUN/CHECKPOINT`. One process fetches it while the others wait. It is verified against the
+A copy is in `AGENTRL_HOME/cache/RUN/CHECKPOINT`. One process fetches it while the others wait. The copy is verified against the
 manifest and the policy's row before it gets its name, and again when a process first uses it. The `KEEP` most recently used
 copies of a run stay on the host.
 

@@ -3,11 +3,11 @@
 The `input` of a request is a list of items. Consecutive items of the assistant (its reasoning, its message, its calls) are one
 turn. A response depends only on its turn and on its request's id and time. So a repeated request gets the same bytes.
 
-A request may name an earlier response (`previous_response_id`) or its items (`item_reference`). Their messages come from the
-rows of the same attempt.
+A request may name an earlier response (`previous_response_id`) or its items (`item_reference`). The messages of these responses
+and items come from the rows of the same attempt.
 
 The functions in a tool of type `namespace` are offered as `NAMESPACE__NAME`, and a call has both names again. Hosted tools such
-as `web_search` cannot run here. They are left out, and `Ask.not_applied` names them, like all fields that have no effect.
+as `web_search` cannot run here. Such tools are left out, and `Ask.not_applied` names them, like all fields that have no effect.
 """
 
 import base64

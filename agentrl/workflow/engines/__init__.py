@@ -144,7 +144,7 @@ class Engine(Protocol):
         """Submit a request, and return a future. Errors are set on the future."""
 
     def release(self, session: int | None = None) -> None:
-        """Free the memory that is kept for a session's next turn; without `session`, that of all sessions."""
+        """Free the memory that is kept for a session's next turn; without `session`, the memory of all sessions."""
 
     def close(self) -> None:
         """Stop the sampler. Unfinished turns fail."""
@@ -179,8 +179,8 @@ class Backend:
     Args:
         name: the name of the file.
         start: `module:function` of a function from a `Policy` and the machine's `Settings` to an `Engine`.
-        check: `module:function` of a function that each rollout worker calls before a run is written. It gets the machine's
-            `Settings` and the names of the base, and raises an error if the engine cannot work there. Empty: none.
+        check: `module:function` of a function that each rollout worker calls before a run is written. The function gets the
+            machine's `Settings` and the names of the base, and raises an error if the engine cannot work there. Empty: none.
         keyed: True if the sampled tokens depend only on the request.
         logprobs: True if the engine returns the sampled ids and a logprob for each. If False, only `agentrl serve` can use the
             engine.

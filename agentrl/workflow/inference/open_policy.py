@@ -2,7 +2,7 @@
 
     with open_policy("tiny") as policy: step = policy.generate([Message("user", "What is 15 minus 8?")], [calculator])
 
-It samples as a rollout does: with the same engine, chat template and parser, and from the same published weights.
+The policy samples as in a rollout: with the same engine, chat template and parser, and from the same published weights.
 """
 
 from collections.abc import Sequence

@@ -49,7 +49,7 @@ _COLD_TEMPERATURE, _HOT_TEMPERATURE = 0.25, 2.0
 
 
 def start(policy: Policy, settings: Settings) -> ServedEngine:
-    """Return the engine for the servers at the machine's `engine_url`. They need not run yet.
+    """Return the engine for the servers at the machine's `engine_url`. The servers need not run yet.
 
     Raises:
         ConfigError: a URL is missing or invalid.

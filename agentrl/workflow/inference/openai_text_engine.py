@@ -21,7 +21,7 @@ MAX_STOPS = 4
 
 
 def start(policy: Policy, settings: Settings) -> ServedEngine:
-    """Return the engine for the servers at the machine's `engine_url`. They need not run yet.
+    """Return the engine for the servers at the machine's `engine_url`. The servers need not run yet.
 
     Raises:
         ConfigError: a URL is missing or invalid.

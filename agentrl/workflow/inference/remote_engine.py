@@ -1,8 +1,8 @@
 """The common part of engines that sample with an HTTP server.
 
 Each turn is one request, and one thread waits for the response; the server batches the requests. Before its first turn on a
-server, the engine checks the server and asks for its context window (`greet`). It repeats this after the server was
-unavailable, because the window may have changed. A wrong response ends the run.
+server, the engine checks the server and asks for its context window (`greet`). The engine repeats this check after the server
+was unavailable, because the window may have changed. A wrong response ends the run.
 
 With several servers, the turns of a session go to one server, whose prefix cache has the earlier turns. A new session goes to
 the server with the fewest open turns. If a server does not respond, its open turns are sampled again on the other servers, and

@@ -101,8 +101,8 @@ class RollingEngine:
     def release(self, session: int | None = None) -> None:
         """Free the memory that is cached for the next turn of a session.
 
-        With None, free that of all sessions, before this method returns. Do not call this method while you hold the policy's
-        lock.
+        With None, free the memory of all sessions before this method returns. Do not call this method while you hold the
+        policy's lock.
         """
         with self._changed:
             self._released.append(session)

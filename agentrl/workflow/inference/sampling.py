@@ -97,7 +97,7 @@ def allowed_mass(logits: Tensor, temperature: Tensor | float, allowed: Tensor) -
 def likeliest(logits: Tensor, temperature: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the ids and the logprobs, (N, K) each, of the K likeliest tokens of each row, likeliest first.
 
-    The logprobs are those over the complete vocabulary.
+    The logprobs are over the complete vocabulary.
 
     Args:
         logits: (N, V).
@@ -168,7 +168,7 @@ def lowest_logit(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) ->
     """Return the lowest logit (N,) that may be drawn: `top_k` applies first, then `top_p` to the remaining tokens, then
     `min_p`.
 
-    The order is that of transformers' `generate`, after the temperature (vLLM applies `min_p` first). The limit is a logit, not
+    This is the order of transformers' `generate`, after the temperature (vLLM applies `min_p` first). The limit is a logit, not
     a rank. So tokens that are as likely as the last allowed token are allowed too. The likeliest token is always allowed.
 
     Args:

@@ -70,7 +70,9 @@ def start(policy: Policy, settings: Settings) -> ServedEngine:
 
 
 class OwnServer:
-    """A vLLM server that this process starts and watches, with the client for its routes. `url` is that of the last start."""
+    """A vLLM server that this process starts and watches, with the client for its routes. `url` is its URL since the last
+    start.
+    """
 
     def __init__(self, policy: Policy, settings: Settings) -> None:
         self._policy, self._settings = policy, settings

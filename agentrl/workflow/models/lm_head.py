@@ -69,7 +69,7 @@ def _scores(logits: Tensor, targets: Tensor, temperature: float, entropy_trains:
 
 
 class _Head(Function):
-    """The linear head and the softmax as one differentiable function; H hidden features, V words, N tokens."""
+    """The linear head and the softmax as one differentiable function; H hidden features, V token ids, N positions."""
 
     @staticmethod
     def forward(
@@ -161,7 +161,7 @@ def _softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: f
 
 
 def _logit_gradient(shares: Tensor, total: Tensor, targets: Tensor, scale: Tensor | float) -> Tensor:
-    """Compute (onehot(t) - p) * scale, (C, V), of a chunk. The result overwrites the shares.
+    """Compute (onehot(t) - p) * scale, (C, V), of a chunk. The result overwrites the probabilities.
 
     The 1 - p of a likely token is small. It is computed here, because the difference of two products in 16 bits would be noise.
     """

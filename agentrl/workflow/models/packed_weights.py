@@ -4,7 +4,7 @@ A decoding step multiplies few rows by all weights. `torch.nn.functional.linear`
 packs it once. The order of sums differs, so logprobs differ by rounding.
 
 torch's operations for this are private, and the processor features that they need depend on the dtype (bfloat16: AVX-512 or
-similar). So each process tests the operations once per dtype. It uses plain products if the operations are missing, raise an
+similar). So each process tests the operations once per dtype, and uses plain products if the operations are missing, raise an
 exception or return wrong numbers.
 """
 

@@ -253,7 +253,7 @@ def importance_weights(
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Return the KL estimate `logprobs - reference`, (B, T). It is unbiased, has high variance and can be negative.
 
-    Its expected gradient is 0, so it is of use only in rewards.
+    Its expected gradient is 0, so the estimate is useful only in rewards.
     """
     return logprobs - reference
 
@@ -279,8 +279,8 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 KL: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3-corrected": k3}
 """The KL estimators by name.
 
-`k3-corrected` is k3 times the ratio in the loss. This corrects its gradient for tokens of older weights, as TRL's
-`use_bias_correction_kl` does (DeepSeek-V3.2, arXiv 2512.02556).
+`k3-corrected` is k3 times the ratio in the loss. The ratio corrects the gradient of k3 for tokens that were sampled with older
+weights, as TRL's `use_bias_correction_kl` does (DeepSeek-V3.2, arXiv 2512.02556).
 """
 
 

@@ -1,8 +1,8 @@
 """The last checkpoint of an offline training (`sft`, `dpo`), from which a killed training continues.
 
-It is in the folder `.NAME.training`, next to the model `NAME`, and removed when the model is written. The random draws of an
-optimizer step depend only on the step's number. So the checkpoint stores only the weights, the optimizer's state and the number
-of steps.
+The checkpoint is in the folder `.NAME.training`, next to the model `NAME`, and is removed when the model is written. The random
+draws of an optimizer step depend only on the step's number. So the checkpoint stores only the weights, the optimizer's state
+and the number of steps.
 """
 
 import fcntl

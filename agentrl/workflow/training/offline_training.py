@@ -43,7 +43,7 @@ class ProgressListener(Protocol):
         """Receive the size of the training before its first step.
 
         Args:
-            parameters: the number of parameters of the model and of those that train.
+            parameters: the number of the model's parameters, and how many of them train.
             steps: the number of all steps.
             done: the number of steps that an interrupted training has already done.
         """
@@ -160,9 +160,9 @@ class Objective(Generic[T]):
         rows: a function that returns an example's rows.
         weight: a function that returns an example's weight. A batch's loss is the sum of its examples' losses, divided by the
             sum of their weights.
-        terms: a function that returns sums over examples by name; `loss` is the first and carries the gradient. Its first
-            argument is the examples. Its second has, for each example, a tensor (rows,) with the summed logprob of each of the
-            example's rows, in nats.
+        terms: a function that returns sums over examples by name; `loss` is the first and carries the gradient. The first
+            argument of the function is the examples. The second has, for each example, a tensor (rows,): for each of the
+            example's rows, the sum of the logprobs, in nats.
         temperature: the divisor of the logits.
     """
 

@@ -59,7 +59,7 @@ class Ranks:
         return [row for row in rows if dealt[row.key] == self.rank]
 
     def dropout_key(self, key: str) -> str:
-        """Return the key of this rank's dropout masks. Rank 0 has those of a process that trains alone."""
+        """Return the key of this rank's dropout masks. Rank 0 uses the same masks as a process that trains alone."""
         return f"{key}|rank {self.rank}" if self.rank else key
 
     @torch.no_grad()

@@ -95,7 +95,8 @@ class Trainer:
     Args:
         policy: the policy whose trainable weights are updated; its lock is held during an update.
         iterations: the run's number of iterations; only needed if the learning rate falls to 0 at their end.
-        ranks: the ranks that make the update together, each with a trainer. They have the same policy, and get the same calls.
+        ranks: the ranks that make the update together, each with a trainer. All of these trainers have the same policy, and get
+            the same calls.
 
     Raises:
         ConfigError: an option is set that the algorithm does not use.

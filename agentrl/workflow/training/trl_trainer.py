@@ -206,7 +206,7 @@ def _why_not(group: Group, size: int) -> str | None:
 
 
 def rows_at_once(rows: Sequence[Row], tokens: int, at_least: int) -> int:
-    """Return the number of rows in one forward and backward pass. It divides the number of all rows.
+    """Return the number of rows in one forward and backward pass. The number of all rows is a multiple of it.
 
     TRL pads every row to the longest prompt plus the longest completion. `tokens` is the maximum of tokens in a microbatch,
     padding included, but a microbatch has at least one row. `at_least` is the minimum number of microbatches. If there are
