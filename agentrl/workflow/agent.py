@@ -92,7 +92,7 @@ def _answered_calls(step: Step) -> set[tuple[str, str, str]]:
 
 def _generate(messages: tuple[Message, ...]) -> Generate:
     if not messages or not all(isinstance(message, Message) and isinstance(message.content, str) for message in messages):
-        raise TypeError(f"the env must give messages with text, not {messages!r:.200}")
+        raise TypeError(f"the env must return messages with text, not {messages!r:.200}")
     return Generate(messages)
 
 

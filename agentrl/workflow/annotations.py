@@ -50,14 +50,14 @@ class Annotation:
 def read_annotations(values: Any, source: str = "agent") -> tuple[Annotation, ...]:
     """Parse annotations from decoded JSON. Raise ValueError if an annotation is invalid; the message says why."""
     if not isinstance(values, list) or len(values) > MAX_AT_ONCE:
-        raise ValueError(f"annotations must be a list of at most {MAX_AT_ONCE}")
+        raise ValueError(f"annotations must be a list of at most {MAX_AT_ONCE} annotations")
     return tuple(read_annotation(value, source) for value in values)
 
 
 def read_annotation(value: Any, source: str = "agent") -> Annotation:
     """Parse an annotation from decoded JSON. Raise ValueError if the annotation is invalid; the message says why."""
     if not isinstance(value, Mapping) or value.keys() - {"id", "kind", "name", "data", "step", "seconds"}:
-        raise ValueError("an annotation is an object with id, kind, name, data, step and seconds")
+        raise ValueError("an annotation must be an object with no other keys than id, kind, name, data, step and seconds")
     annotation = Annotation(
         value.get("id", ""),
         value.get("kind", ""),
@@ -74,15 +74,15 @@ def read_annotation(value: Any, source: str = "agent") -> Annotation:
 def check(annotation: Annotation) -> None:
     """Validate an annotation. Raise ValueError if the annotation is invalid; the message says why."""
     if not isinstance(annotation.id, str) or not _ID.fullmatch(annotation.id):
-        raise ValueError("an annotation's id is a text of 1 to 64 small letters, digits, : _ and -")
+        raise ValueError("an annotation's id must be a text of 1 to 64 lower-case letters, digits, : _ and -")
     if annotation.kind not in KINDS:
-        raise ValueError(f"an annotation's kind is one of {', '.join(KINDS)}")
+        raise ValueError(f"an annotation's kind must be one of {', '.join(KINDS)}")
     if not isinstance(annotation.name, str) or len(annotation.name) > MAX_NAME:
-        raise ValueError(f"an annotation's name is a text of at most {MAX_NAME} characters")
+        raise ValueError(f"an annotation's name must be a text of at most {MAX_NAME} characters")
     if annotation.step is not None and not (type(annotation.step) is int and 0 <= annotation.step <= MAX_STEP):
-        raise ValueError("an annotation's step is the index of a step, from 0")
+        raise ValueError("an annotation's step must be the index of a step: a whole number, 0 or more")
     if annotation.seconds is not None and not (_is_number(annotation.seconds) and annotation.seconds >= 0):
-        raise ValueError("an annotation's seconds are a number from 0")
+        raise ValueError("an annotation's seconds must be a number, 0 or more")
     if annotation.kind == "reward":
         _check_reward(annotation)
     _check_data(annotation)
@@ -91,20 +91,20 @@ def check(annotation: Annotation) -> None:
 def _check_reward(annotation: Annotation) -> None:
     value = annotation.data.get("value") if isinstance(annotation.data, Mapping) else None
     if not annotation.name or not annotation.name.isprintable() or len(annotation.name) > 64:
-        raise ValueError("a reward has a name of 1 to 64 printable characters")
+        raise ValueError("a reward must have a name of 1 to 64 printable characters")
     if not _is_number(value) or abs(value) > MAX_REWARD:
-        raise ValueError("a reward is a finite number")
+        raise ValueError(f"a reward must be a finite number, from -{MAX_REWARD:g} to {MAX_REWARD:g}")
 
 
 def _check_data(annotation: Annotation) -> None:
     if not isinstance(annotation.data, Mapping) or is_deep(annotation.data, MAX_DEPTH):
-        raise ValueError(f"an annotation's data are an object, at most {MAX_DEPTH} levels deep")
+        raise ValueError(f"an annotation's data must be an object, nested at most {MAX_DEPTH} levels deep")
     try:
         size = len(json.dumps(annotation.data, allow_nan=False).encode("utf-8", "replace"))
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"an annotation's data are JSON: {str(error)[:200]}") from None
+        raise ValueError(f"an annotation's data cannot be written as JSON: {str(error)[:200]}") from None
     if size > MAX_DATA:
-        raise ValueError(f"an annotation's data have at most {MAX_DATA} bytes as JSON, not {size}")
+        raise ValueError(f"an annotation's data may have at most {MAX_DATA} bytes as JSON, not {size}")
 
 
 def is_deep(value: Any, left: int) -> bool:

@@ -136,7 +136,7 @@ def make_call(name: object, arguments: object, end: int) -> ToolCall:
     exception carries it. Raise Unreadable if the name or the arguments are invalid.
     """
     if not isinstance(name, str) or not name:
-        raise Unreadable('a call is an object with a "name" and "arguments"', end)
+        raise Unreadable('a call must be an object with a "name" and "arguments"', end)
     call = read_arguments(name, arguments)
     if call.error is not None:
         raise Unreadable(call.error, end)

@@ -247,7 +247,7 @@ class ModelConfig(Section):
         if (self.load_in_4bit or self.load_in_8bit) and self.lora_r == 0:
             raise ValueError("a quantised base cannot train all weights: set lora_r above 0")
         if self.sampler_dtype != "auto" and (self.lora_r or self.load_in_4bit or self.load_in_8bit):
-            raise ValueError("with LoRA the sampler shares the trainer's base: set dtype instead of sampler_dtype")
+            raise ValueError("sampler_dtype has no effect with LoRA: the sampler shares the trainer's base; set dtype instead")
         if self.numerics == "exact" and (
             self.load_in_4bit or self.load_in_8bit or not self.dtype == self.sampler_dtype == "auto"
         ):
@@ -321,9 +321,11 @@ class AlgorithmConfig(Section):
     convention: Literal["verl", "trl"] = Field(
         "verl", description="Details (epsilon, clipping, normalisation) to follow where verl and TRL differ"
     )
-    clip_low: float | None = Field(None, gt=0, lt=1, description="Ratio is clipped below 1 - clip_low")
-    clip_high: float | None = Field(None, gt=0, description="Ratio is clipped above 1 + clip_high")
-    dual_clip: float | None = Field(None, ge=0, description="If A < 0: the loss is at most -A times this; 0: no bound")
+    clip_low: float | None = Field(None, gt=0, lt=1, description="The ratio is clipped below 1 - clip_low")
+    clip_high: float | None = Field(None, gt=0, description="The ratio is clipped above 1 + clip_high")
+    dual_clip: float | None = Field(
+        None, ge=0, description="If the advantage A < 0: the loss is at most -A times this; 0: no bound"
+    )
     scale: Literal["group", "batch", "none"] | None = Field(None, description="Standard deviation that divides advantages")
     aggregation: Aggregation | None = Field(
         None, description="How the losses of tokens are combined: " + ", ".join(get_args(Aggregation))
@@ -341,7 +343,7 @@ class AlgorithmConfig(Section):
     importance: Literal["auto", "truncate", "mask", "none"] = Field(
         "auto", description="Importance weights for tokens on which sampler and trainer differ; auto: truncate, if allowed"
     )
-    importance_level: Literal["token", "sequence"] = Field("token", description="Ratio per token, or per row")
+    importance_level: Literal["token", "sequence"] = Field("token", description="Ratio per token, or per training row")
     importance_cap: float = Field(2.0, ge=1, description="Larger ratios are truncated to this value, or masked out")
 
     @model_validator(mode="before")
@@ -382,7 +384,9 @@ ALGORITHM_OPTIONS = (
 class CriticConfig(Section):
     """The value head of an algorithm that has a critic: a linear layer on the policy's last hidden states."""
 
-    learning_rate: float = Field(1e-3, gt=0, le=1, description="Learning rate of the critic's head; its body uses the policy's")
+    learning_rate: float = Field(
+        1e-3, gt=0, le=1, description="Learning rate of the critic's head; the body uses update.learning_rate"
+    )
     loss_coef: float = Field(0.5, gt=0, description="Weight of the value loss relative to the policy loss")
     clip: float = Field(0.2, ge=0, description="Maximum change of a value in an update; 0: unlimited")
     warmup: int = Field(0, ge=0, le=MAX_INT, description="Number of first iterations in which only the head trains")
@@ -395,7 +399,7 @@ class UpdateConfig(Section):
 
     trainer: str = option("agentrl", "--trainer", description="agentrl, trl (TRL's GRPOTrainer), or package.module:name")
     optimizer: Literal["adamw", "adamw_8bit"] = Field(
-        "adamw", description="adamw, or adamw_8bit: its moments in 8 bits (bitsandbytes)"
+        "adamw", description="adamw, or adamw_8bit with moments in 8 bits (bitsandbytes)"
     )
     devices: Devices = Field(1, description="Devices of the train worker that update together; auto: all of its GPUs")
     learning_rate: float = option(1e-4, "--learning-rate", gt=0, le=1, description="Learning rate")
@@ -403,7 +407,7 @@ class UpdateConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this")
     batch_size: int | None = option(None, "--batch-size", ge=1, le=MAX_INT, description="Episodes per optimizer step [all]")
     gradient_accumulation_steps: int = option(
-        1, "--gradient-accumulation-steps", ge=1, le=MAX_INT, description="Microbatches per step, at least"
+        1, "--gradient-accumulation-steps", ge=1, le=MAX_INT, description="Minimum microbatches per optimizer step"
     )
     microbatch_tokens: int | None = Field(
         None,
@@ -419,7 +423,7 @@ class UpdateConfig(Section):
     max_kl: float | None = Field(None, gt=0, description="Stop further passes if the KL to the starting policy is above this")
     warmup: int = Field(0, ge=0, le=MAX_INT, description="Number of first iterations in which the learning rate rises")
     decay: Literal["none", "linear", "cosine"] = Field(
-        "none", description="How the learning rate falls after that, to 0 at the end"
+        "none", description="How the learning rate falls after the warm-up, to 0 at the end"
     )
     save_every: int | None = option(
         None,
@@ -459,8 +463,8 @@ class SearchConfig(Section):
     """
 
     critic: str | None = Field(None, min_length=1, max_length=256, description="The critic's model, at AGENTRL_CRITIC_URL")
-    critic_tokens: int = Field(2048, ge=1, le=131_072, description="Maximum tokens of its answer")
-    critic_temperature: float = Field(1.0, ge=0, le=10, description="Its sampling temperature")
+    critic_tokens: int = Field(2048, ge=1, le=131_072, description="Maximum tokens of the critic's answer")
+    critic_temperature: float = Field(1.0, ge=0, le=10, description="Sampling temperature of the critic")
     group_size: int = Field(
         1,
         ge=1,
@@ -490,10 +494,14 @@ class EvalConfig(Section):
         None, "--eval-every", ge=1, le=MAX_INT, description="Evaluate every Nth version on held-out tasks"
     )
     dataset: str | None = Field(None, description="Dataset of the held-out tasks [the run's]")
-    split: str = Field("test", description="Their split")
-    tasks: int | None = Field(128, ge=1, le=4096, description="Only the first N of them; null: all")
+    split: str = Field("test", description="Split of the held-out tasks")
+    tasks: int | None = Field(128, ge=1, le=4096, description="Only the first N held-out tasks; null: all")
     group_size: int = Field(
-        1, ge=1, le=1024, description="Episodes for each of them", validation_alias=AliasChoices("group_size", "samples")
+        1,
+        ge=1,
+        le=1024,
+        description="Episodes for each held-out task",
+        validation_alias=AliasChoices("group_size", "samples"),
     )
 
     @model_validator(mode="after")
@@ -549,30 +557,32 @@ class AgentConfig(Section):
     PANEL: ClassVar = "Your own agent"
 
     name: str = option(..., "--agent", max_length=4096, description="module:function, cmd:PROGRAM ARGUMENTS, or external")
-    sandbox: bool | None = option(None, "--agent-sandbox", description="Run it in the sandbox; unset: if a program")
+    sandbox: bool | None = option(
+        None, "--agent-sandbox", description="Run the agent in the sandbox; unset: if it is a program"
+    )
     network: Literal["endpoint", "all"] = option(
-        "endpoint", "--agent-network", description="What the sandbox reaches: endpoint or all"
+        "endpoint", "--agent-network", description="What an agent in the sandbox can reach: endpoint or all"
     )
     unsafe: bool = option(False, "--agent-unsafe", description="Run a program without the sandbox")
     timeout_seconds: float = Field(600.0, gt=0, le=86_400, description="Time limit per episode")
-    memory_mb: int = Field(2048, ge=64, le=MAX_INT, description="Memory of its processes, in MB")
+    memory_mb: int = Field(2048, ge=64, le=MAX_INT, description="Memory of the agent's processes, in MB")
     processes: int = Field(256, ge=1, le=65_536, description="Maximum processes at once")
     output_bytes: int = Field(1_000_000, ge=1, le=1 << 30, description="Maximum output; its head and tail are kept")
     max_calls: int = Field(200, ge=1, le=100_000, description="Maximum model calls per episode")
     resume: Literal["replay", "restart"] = option(
-        "replay", "--resume-agent", description="If it is lost: replay its recorded turns, or restart without them"
+        "replay", "--resume-agent", description="A lost agent: replay its recorded turns, or restart without them"
     )
     replay_ignore: Texts = option(
         (), "--replay-ignore", metavar="REGEX", max_length=32, description="Text that may differ in replayed requests"
     )
     reuse: bool = Field(False, description="A function's process runs several episodes, one after another")
     frozen_clock: bool = Field(False, description="A function reads the time at which its first attempt began")
-    side_calls: bool = Field(False, description="Let it mark calls as not training: x-agentrl-train: 0")
+    side_calls: bool = Field(False, description="Let the agent mark calls as not training: x-agentrl-train: 0")
     strict_api: bool = option(
         False, "--strict-api", description="Refuse request fields that cannot be applied, instead of naming them"
     )
-    own_rewards: bool = Field(False, description="Weight 1 for the rewards that it returns; false: weight 0")
-    show_reference: bool = Field(False, description="Let it read the task's reference")
+    own_rewards: bool = Field(False, description="Weight 1 for the rewards that the agent returns; false: weight 0")
+    show_reference: bool = Field(False, description="Let the agent read the task's reference")
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -630,24 +640,24 @@ class AgentConfig(Section):
         if self.unsafe and not self.command:
             raise ValueError("unsafe applies only to programs: functions run without a sandbox by default")
         if self.sandbox is False and self.command:
-            raise ValueError("a program runs in the sandbox; unsafe: true runs it without")
+            raise ValueError("sandbox: false is only for functions; for a program, unsafe: true runs it without the sandbox")
         if self.network != "endpoint" and not self.sandboxed:
             raise ValueError("network has no effect without the sandbox: the agent has the worker's network")
         if self.reuse and (self.command or self.is_external or self.sandboxed):
             raise ValueError("reuse applies only to a function without a sandbox: other agents have a process per episode")
         if self.reuse and self.frozen_clock:
-            raise ValueError("frozen_clock stops the clock of a whole process: leave reuse or frozen_clock out")
+            raise ValueError("frozen_clock stops the clock of a process that reuse shares: leave reuse or frozen_clock out")
         return self
 
 
 class ServedTool(Section):
     """A tool of an MCP server, as the server described it when the run was submitted. All episodes use this description."""
 
-    server: str = Field(description="Its name in `tools`: mcp:COMMAND")
+    server: str = Field(description="Name of the server in `tools`: mcp:COMMAND")
     name: str = Field(min_length=1, description="Name that the model uses")
     description: str = Field("", description="Description for the model")
     parameters: dict[str, Any] = Field(description="JSON schema of the arguments")
-    effects: Literal["none", "repeatable", "once"] = Field("once", description="From the server's hints")
+    effects: Literal["none", "repeatable", "once"] = Field("once", description="Effects of a call, from the server's hints")
 
 
 class RunConfig(Section):

@@ -143,9 +143,8 @@ def operation(name: F) -> F: ...
 def operation(name: "str | Callable[..., Any]" = "", **notes: Any) -> Any:
     """Emit the duration of an operation, and the exception that it raised.
 
-    Use it as `with operation("search", query=text):`, `@operation` or `@operation("search")`. Raise ConfigError if a note is
-    not JSON or is too large. The error is raised when the operation ends. Raise ServiceError if the operation could not be
-    stored. The error is raised when the operation ends.
+    Use it as `with operation("search", query=text):`, `@operation` or `@operation("search")`. When the operation ends, raise
+    ConfigError if a note is not JSON or is too large, and ServiceError if the operation could not be stored.
 
     Args:
         name: the name of the operation; a decorator without a name uses the name of the function.

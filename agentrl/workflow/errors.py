@@ -63,7 +63,7 @@ class DatasetError(AgentRLError):
 
 
 class ConflictError(AgentRLError):
-    """An object with the requested name exists, and differs from the requested object."""
+    """The requested name belongs to an existing object that differs from the requested one."""
 
     exit_code = 3
 
@@ -115,7 +115,7 @@ class SandboxUnavailable(AgentRLError):
 
 
 class WorkerError(AgentRLError):
-    """Running workers that lack something that the run needs, or whose settings differ from those of the command."""
+    """Running workers that lack something the run needs, or whose settings differ from the settings of the command."""
 
     exit_code = 11
 
@@ -165,7 +165,7 @@ class InfraError(AgentRLError):
 
 
 class Unready(InfraError):
-    """A worker without a module or setting that a call needs. Other calls would fail there too."""
+    """A worker that lacks a module or a setting which a tool call needs. Other calls of the tool would fail there too."""
 
 
 class Fenced(AgentRLError):

@@ -43,7 +43,9 @@ class Experiment:
         return cls(RunConfig.model_validate(stored, context={"stored": True}), weights)
 
     def reading(self, resources: Mapping[str, str]) -> "Experiment":
-        """Return the experiment with these texts; unchanged with an agent, which receives the texts itself."""
+        """Return the experiment with these texts. If the run has an agent, the experiment is unchanged, because the agent
+        receives the texts itself.
+        """
         return self if self.config.agent is not None or not resources else replace(self, resources=resources)
 
     @cached_property

@@ -21,19 +21,19 @@ class Hook:
     """The base class of hooks. Its methods do nothing; override the ones that you need."""
 
     def on_run_start(self, run: str, config: Mapping[str, object]) -> None:
-        """Run once in the submitting process, after the run's rows are written and before the first message is sent."""
+        """Called once in the submitting process: after the run's rows are written, before the first Celery message is sent."""
 
     def on_rollout_start(self, episode: Episode) -> None:
-        """Run before an episode starts. If its worker is lost, run again before the episode continues."""
+        """Called before an episode starts. If the episode's worker is lost, called again before the episode continues."""
 
     def on_trace_start(self, episode: Episode) -> None:
-        """Run before the next step of the episode is sampled."""
+        """Called before the next step of the episode is sampled."""
 
     def on_trace_end(self, episode: Episode) -> None:
-        """Run after a step and the results of its tool calls are recorded."""
+        """Called after a step and the results of its tool calls are recorded."""
 
     def on_rollout_end(self, episode: Episode) -> Mapping[str, float | Sequence[float]] | None:
-        """Run after the episode is scored. Return the reward parts to add, each with weight 1.
+        """Called after the episode is scored. Return the reward parts to add, each with weight 1.
 
         A part is one number, or a list with one number per step. A part replaces an existing part of the same name. A hook may
         also be defined as `on_rollout_end(self, rollout, task)`, with a `Rollout` and the task. If such a hook sets a reward
@@ -42,18 +42,18 @@ class Hook:
         return {}
 
     def on_update_start(self, run: str, iteration: int) -> None:
-        """Run before the update of an iteration is computed. If the worker is lost, run again in the next attempt."""
+        """Called before the update of an iteration is computed. If the worker is lost, called again in the next attempt."""
 
     def on_update_end(self, run: str, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Run after an update is committed and its policy is published. Iteration k, counted from 1, makes version k."""
+        """Called after an update is committed and its policy is published. Iteration k, counted from 1, makes version k."""
 
     def on_eval_end(self, run: str, version: int, metrics: Mapping[str, float]) -> None:
-        """Run after an evaluation. `run` is the evaluation's own run, `version` the policy version that was measured."""
+        """Called after an evaluation. `run` is the run of the evaluation, `version` the policy version that was evaluated."""
 
     def on_run_end(self, run: str, status: str) -> None:
-        """Run after the run has ended with the status done or failed.
+        """Called after the run has ended with the status done or failed.
 
-        Like the other methods that run after a commit, this method is not called again if its worker is lost.
+        Like the other methods that are called after a commit, this method is not called again if its worker is lost.
         """
 
 

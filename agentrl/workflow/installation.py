@@ -24,7 +24,8 @@ def install_command(*names: str) -> str:
     names the build argument instead.
 
     Args:
-        names: extras and packages of agentrl's metadata. A name that is both means the extra.
+        names: extras and packages of agentrl's metadata. If an extra and a package have the same name, the name means the
+            extra.
     """
     if settings().image:
         return f"add to AGENTRL_EXTRAS in .env: {','.join(names)}; then: docker compose up -d --build"

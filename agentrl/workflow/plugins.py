@@ -1,7 +1,7 @@
 """Plug-ins. A plug-in is an object in a file of the same name.
 
 `find("rewards", "numeric_answer")` imports `workflow/rewards/numeric_answer.py` and returns its object `numeric_answer`.
-`package.module:name` finds a user's own code. There is no other registry than the names of the files.
+`package.module:name` finds a user's own code. The names of the files are the only registry.
 """
 
 import ast
@@ -154,7 +154,7 @@ def _user_object(kind: str, path: str) -> Any:
         if place not in sys.path:
             sys.path.insert(_user_position(), place)
     if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
-        raise ConfigError(f"{path!r} ({kind}) is not a path of names.", _path_hint())
+        raise ConfigError(f"{path!r} ({kind}) is not a path of Python names.", _path_hint())
     if module_name not in sys.modules:
         with _import_lock:
             importlib.invalidate_caches()  # its file, or its folder, may be younger than this process
@@ -226,4 +226,4 @@ def _check(kind: str, name: str, plugin: Any) -> None:
         room = importlib.import_module(f"{PACKAGE}.{kind}")
         fits = isinstance(plugin, getattr(room, _CLASSES[kind])) or (kind == "algorithms" and room.searches(plugin))
     if not fits:
-        raise ConfigError(f"{name!r} ({kind}) is {problem} but of type {type(plugin).__name__}.", "Name another.")
+        raise ConfigError(f"{name!r} ({kind}) is {problem} but of type {type(plugin).__name__}.", "Name another object.")

@@ -2,7 +2,7 @@
 reward.
 
 Only rewards that compare answers with references are checked. Such a reward has `reference_form`, which turns a reference into
-an answer. It is a field of a `Judge`, or an attribute of any other reward function.
+an answer. `reference_form` is a field of a `Judge`, or an attribute of any other reward function.
 """
 
 import hashlib

@@ -14,7 +14,7 @@ _PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 class Prompt(str):
-    """A text of a run with placeholders that an agent fills in."""
+    """A named text of a run. Its placeholders are filled in by an agent."""
 
     __slots__ = ()
 

@@ -61,11 +61,13 @@ class Settings(BaseSettings):
     )
     device: str = Field(default="auto", description="cpu, cuda, cuda:1, ...; auto: a GPU if there is one.")
     slots: int = Field(default=128, ge=1, description="Maximum turns sampled at once; fewer while memory is short.")
-    engine_url: str = Field(default="", description="http:// URLs, with commas, for the engines openai, openai_text, llamacpp.")
-    engine_key: str = Field(default="", description="Its API key, if it needs one.")
+    engine_url: str = Field(
+        default="", description="http:// URLs, separated by commas, of servers for the engines openai, openai_text, llamacpp."
+    )
+    engine_key: str = Field(default="", description="API key of the servers at engine_url, if they need one.")
     vllm_args: str = Field(default="", description="More arguments of the server of the engine vllm, as in a shell.")
     critic_url: str = Field(default="", description="http:// URL of the critic model of apo and gepa.")
-    critic_key: str = Field(default="", description="Its API key, if it needs one.")
+    critic_key: str = Field(default="", description="API key of the server at critic_url, if it needs one.")
     search: str = Field(
         default="", description="What the tool search reads: a folder of text files, a .jsonl file, or an http:// URL."
     )
@@ -106,7 +108,9 @@ class Settings(BaseSettings):
     )
     threads: int = Field(default=0, ge=0, description="CPU threads of the model; 0: torch's choice.")
     report_seconds: float = Field(
-        default=60.0, gt=0, description="How long a tracker may take for a step before its process is ended."
+        default=60.0,
+        gt=0,
+        description="How long a tracker may take to write the metrics of one step before its process is ended.",
     )
     sandbox: Literal["auto", "bwrap", "landlock", "docker", "none-unsafe"] = Field(
         default="auto", description="Sandbox of model-written code; auto: bwrap, else landlock; none-unsafe: no sandbox."

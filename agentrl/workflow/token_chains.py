@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from agentrl.workflow.trajectory import ROOT, Episode, Step
 
-UNREAD = "whoever asked for it was not sent all of it, and nothing continues it"
+UNREAD = "the client did not receive the complete turn, and no other step continues it"
 """The reason why a step does not train if it was cancelled or not delivered completely."""
 
-INHERITED = "its parent episode has it"
+INHERITED = "the parent episode sampled this step"
 """The reason why an inherited step of a fork does not train."""
 
 SIDE_CALL = "the agent marked its call as a side call"
@@ -73,8 +73,8 @@ def as_read(episode: Episode) -> tuple[Episode, Sequence[int]]:
     """Return the episode without the steps that the client never received, and the old indices of the remaining steps.
 
     A step is removed if it was not delivered and no other step continues it. Rewards and training use the returned episode, so
-    requests that failed and were repeated do not change them. If only a removed step separated two chains, the two become one
-    chain.
+    requests that failed and were repeated do not change them. If a step began a new chain only because a removed step already
+    continued its parent, it now continues the parent's chain.
     """
     if all(step.delivered for step in episode.steps):
         return episode, range(len(episode.steps))

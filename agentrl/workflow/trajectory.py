@@ -169,8 +169,8 @@ class Step:
     including the lines of the steps that it continues.
 
     Args:
-        prompt_ids: the ids after the parent's line, or after its first `shared` tokens. If a stop string ended the parent, they
-            begin with the end token.
+        prompt_ids: the new ids of the prompt: those after the parent's line, or after the line's first `shared` tokens. If a
+            stop string ended the parent, the new ids begin with the end token that the parent lacks.
         behavior_logprobs: one natural log-probability per sampled token, at the sampling temperature and over all tokens.
         results: the results of the tool calls; None until all of them are known.
         reward: the weighted reward of this step, which is a part of the episode's reward.
@@ -225,7 +225,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """A tool call of a step with its row's values. `result` is set if it could not be sent."""
+    """A tool call of a step, with the values of its database row. `result` is set if the call is refused, so that it does not
+    run.
+    """
 
     call: ToolCall
     effects: str

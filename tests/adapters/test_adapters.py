@@ -188,7 +188,7 @@ def test_traced_steps_render_turns_without_tokens() -> None:
 
 
 def test_traced_steps_refuse_tokens_of_larger_model() -> None:
-    with pytest.raises(ValueError, match="its tokens are not in the vocabulary of the model, which has 7"):
+    with pytest.raises(ValueError, match="a turn has a token that is not in the model's vocabulary of 7 tokens"):
         traced_steps(turns(((ASKED,), ANSWER)), [None], chat(), 7, exact=True)
 
 

@@ -158,7 +158,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         [span(1, "x", flat((ASKED,), ANSWER) | {"prompt_token_ids": ["a"]})],
         "a turn cannot be read: token ids must be",
     ),
-    "a reward that is no number": ([*rollout(None, 1), reward(9, "nan")], "a reward cannot be read: a reward is a finite"),
+    "a reward that is no number": ([*rollout(None, 1), reward(9, "nan")], "a reward cannot be read: a reward must be a finite"),
 }
 
 

@@ -107,7 +107,7 @@ def test_parse_text_reports_fault_of_call_without_closing_tag() -> None:
     assert errors('<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}') == [
         'the key "a" stands twice in one object; give it once'
     ]
-    assert errors('<tool_call>{"arguments": {}}') == ['a call is an object with a "name" and "arguments"']
+    assert errors('<tool_call>{"arguments": {}}') == ['a call must be an object with a "name" and "arguments"']
     assert errors('<tool_call>{"arguments": {"a": 1, "a": 2}') == [UNCLOSED]
 
 

@@ -172,7 +172,7 @@ def test_cache_refuses_manifest_with_path_outside(place: str, tmp_path: Path) ->
     files = json.loads((checkpoints.local_part(path, sha256) / MANIFEST).read_text())["files"]
     forget(path)
     spoil(path, MANIFEST, json.dumps({"files": files | {"../../../out": files[STATE]}}).encode(), tmp_path)
-    with pytest.raises(CheckpointError, match="its manifest names"):
+    with pytest.raises(CheckpointError, match="its manifest has an invalid file name"):
         checkpoints.local_part(path, sha256, "all")
 
 

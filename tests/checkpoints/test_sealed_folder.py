@@ -84,7 +84,7 @@ def test_sealed_folder_manifest_reads_no_path_outside(folder: Path, name: str) -
     secret.write_text("x")
     entry = {"size": 1, "sha256": sha256_file(secret)}
     (folder / MANIFEST).write_text(json.dumps({"files": {name: entry}}))
-    with pytest.raises(BrokenCheckpoint, match="its manifest names"):
+    with pytest.raises(BrokenCheckpoint, match="its manifest has an invalid file name"):
         verify(folder)
 
 

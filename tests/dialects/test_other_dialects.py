@@ -255,7 +255,7 @@ def test_responses_continue_previous_response_by_its_id(chat: Chat) -> None:
     assert ask.messages == (*before, Message("tool", "r0", name="add"), Message("tool", "r1", name="add"))
     with pytest.raises(RequestError, match="call_id: no earlier function_call has this id"):
         Responses.ask(input=Responses.results(reply, ["r0", "r1"]))
-    with pytest.raises(RequestError, match="this key has no response with this id") as error:
+    with pytest.raises(RequestError, match="this API key has no response with this id") as error:
         Responses.ask(previous_response_id=reply["id"])
     assert (error.value.status, error.value.code) == (400, "previous_response_not_found")
 
@@ -279,7 +279,7 @@ def test_responses_read_items_by_reference(chat: Chat) -> None:
     turn = find(HEAD.request_id).messages[-1]
     assert ask.messages[1:] == (turn, Message("tool", "r0", name="add"), Message("tool", "r1", name="add"))
     for name in ("fc_" + HEAD.request_id + "_7", "msg_" + "0" * 32, "rs_1", ""):
-        with pytest.raises(RequestError, match=r"input\[0\].id: this key has no item with this id"):
+        with pytest.raises(RequestError, match=r"input\[0\].id: this API key has no item with this id"):
             read_responses(find, input=[{"type": "item_reference", "id": name}])
 
 
@@ -335,7 +335,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: Responses.ask(conversation="conv_1"), "conversation: it is not supported; send the input itself"),
     (lambda: Responses.ask(background=True), "background: it is not supported"),
-    (lambda: Responses.ask([{"type": "reasoning", "encrypted_content": "?"}]), "no response has contained it"),
+    (lambda: Responses.ask([{"type": "reasoning", "encrypted_content": "?"}]), "no response of this server contained it"),
     (
         lambda: Messages.ask([{"role": "user", "content": [{"type": "image", "source": {}}]}]),
         r"messages\[1\].content\[0\].type",

@@ -394,12 +394,12 @@ def spoilt(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda reply: {**reply, "model": "another"}, "was asked for 'small'; 'another' answered"),
+        (lambda reply: {**reply, "model": "another"}, "was asked for the model 'small', but 'another' answered"),
         (spoilt(token_ids=None), "does not return token ids"),
         (spoilt(logprobs=None), "no logprobs"),
-        (spoilt(token_ids=[1, 2], logprobs={"token_logprobs": [-1.0, None]}), "its model probably returned NaN"),
-        (spoilt(token_ids=[1, 2], logprobs={"token_logprobs": [-1.0, math.nan]}), "its model probably returned NaN"),
-        (spoilt(token_ids=[1], logprobs={"token_logprobs": [-1e300]}), "its model probably returned NaN"),
+        (spoilt(token_ids=[1, 2], logprobs={"token_logprobs": [-1.0, None]}), "the server's model probably returned NaN"),
+        (spoilt(token_ids=[1, 2], logprobs={"token_logprobs": [-1.0, math.nan]}), "the server's model probably returned NaN"),
+        (spoilt(token_ids=[1], logprobs={"token_logprobs": [-1e300]}), "the server's model probably returned NaN"),
         (
             spoilt(token_ids=[-1], logprobs={"token_logprobs": [-1.0]}),
             "sampled the token -1, but the model has the tokens 0 to",

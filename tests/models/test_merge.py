@@ -129,7 +129,7 @@ def test_merge_refusal_is_one_sentence_and_writes_nothing(
     assert "Cannot create the folder" in agentrl(capsys, "merge", "first@1", "--out", "/proc/nope/plain", code=2)[1]
     whole = sealed_folder.weights_of(made).read_bytes()
     sealed_folder.weights_of(made).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert "it was altered" in agentrl(capsys, "merge", "first@1", "--out", plain, code=9)[1]
+    assert "the file was altered" in agentrl(capsys, "merge", "first@1", "--out", plain, code=9)[1]
     sealed_folder.weights_of(made).write_bytes(whole)
     shutil.rmtree(elsewhere)
     tiny_random(elsewhere, seed=1)

@@ -118,7 +118,7 @@ def test_offline_training_refuses_other_recipe_model_or_data(tmp_path: Path) -> 
         trainings(base)["pairs"],
     ]
     for other in others:
-        with pytest.raises(ConflictError, match=r"interrupted at step 3 of 9 of .*/made'\. Type its command again"):
+        with pytest.raises(ConflictError, match=r"/made' with .* interrupted at step 3 of 9\. To continue that"):
             learn(other, target)
     assert (tmp_path / ".made.training" / "last").is_dir()
     learn(others[0], target, overwrite=True, progress=told)

@@ -205,7 +205,7 @@ def test_kl_in_reward_is_per_token_and_not_in_loss(folder: Path, tmp_path: Path)
 def test_kl_without_finite_advantage_skips_step(folder: Path) -> None:
     _, trainer = trainer_of(folder, config(algorithm__name="ppo", algorithm__kl_coef=1e308, algorithm__kl_in="reward"))
     update = trainer.update(groups_of(), 0)
-    assert (update.skipped, update.bad, update.advantages) == ("an advantage is no finite number", True, {})
+    assert (update.skipped, update.bad, update.advantages) == ("an advantage is not a finite number", True, {})
 
 
 def test_entropy_bonus_makes_policy_less_certain(folder: Path) -> None:

@@ -80,13 +80,13 @@ def test_token_rewards_subtract_penalty_and_carry_values() -> None:
 @pytest.mark.parametrize("reward", [math.nan, math.inf, None])
 def test_token_layout_names_episode_with_invalid_reward(reward: float | None) -> None:
     tokens, groups = tokens_of(replace(episode(step(0, 3, 2), number=41), reward=reward))
-    with pytest.raises(RewardError, match="Episode 41 has a reward that cannot be credited"):
+    with pytest.raises(RewardError, match="Episode 41 has a reward that is not a finite number"):
         tokens.make_earned(groups)
 
 
 def test_token_layout_names_episode_with_invalid_step_reward() -> None:
     tokens, groups = tokens_of(episode(step(0, 3, 2, reward=math.nan), number=41))
-    with pytest.raises(RewardError, match=r"Episode 41 has a reward that cannot be credited: 1.0, nan."):
+    with pytest.raises(RewardError, match=r"Episode 41 has a reward that is not a finite number: 1.0, nan."):
         tokens.make_earned(groups)
 
 

@@ -544,7 +544,7 @@ def test_adamw_8bit_learns_and_resumes_from_checkpoint(folder: Path, tmp_path: P
     before, after = (sha256_file(sealed_folder.weights_of(tmp_path / version)) for version in ("v1", "v2"))
     assert before != after
     plain = Trainer(Policy.load(run.model, str(folder), DEVICE), config(lora_r))
-    with pytest.raises(CheckpointError, match="of another model or optimizer"):
+    with pytest.raises(CheckpointError, match="belongs to another model or optimizer"):
         plain.load(tmp_path / "v1")
 
 

@@ -344,7 +344,7 @@ def test_trl_convention_is_default_and_verl_is_refused() -> None:
     assert resolve()[0].algorithm.convention == "verl"
     assert RunConfig.model_validate(config.model_dump()) == config
     verl, _ = resolve(assignments=("update.trainer=trl", "algorithm.convention=verl"))
-    with pytest.raises(ConfigError, match=r"algorithm\.convention=verl, where TRL computes in its own"):
+    with pytest.raises(ConfigError, match=r"algorithm\.convention=verl, since TRL supports only the convention trl"):
         trainers.check(resolve_run(verl))
 
 

@@ -222,25 +222,25 @@ for _ in range(40):
 
 
 NO_ANNOTATIONS: list[tuple[Any, str]] = [
-    ("words", "an annotation is an object"),
-    ({**ONE, "more": 1}, "an annotation is an object"),
-    ({**ONE, "id": ""}, "id is a text"),
-    ({**ONE, "id": "A" * 65}, "id is a text"),
-    ({**ONE, "id": 7}, "id is a text"),
-    ({**ONE, "kind": "spam"}, "kind is one of"),
-    ({**ONE, "name": "x" * 129}, "name is a text"),
-    ({**ONE, "step": -1}, "step is the index"),
-    ({**ONE, "step": 2**40}, "step is the index"),
-    ({**ONE, "step": True}, "step is the index"),
+    ("words", "an annotation must be an object"),
+    ({**ONE, "more": 1}, "an annotation must be an object"),
+    ({**ONE, "id": ""}, "id must be a text"),
+    ({**ONE, "id": "A" * 65}, "id must be a text"),
+    ({**ONE, "id": 7}, "id must be a text"),
+    ({**ONE, "kind": "spam"}, "kind must be one of"),
+    ({**ONE, "name": "x" * 129}, "name must be a text"),
+    ({**ONE, "step": -1}, "step must be the index"),
+    ({**ONE, "step": 2**40}, "step must be the index"),
+    ({**ONE, "step": True}, "step must be the index"),
     ({**ONE, "step": 3}, "has no step 3 yet"),
-    ({**ONE, "seconds": -1}, "seconds are a number"),
-    ({**ONE, "data": [1]}, "data are an object"),
+    ({**ONE, "seconds": -1}, "seconds must be a number"),
+    ({**ONE, "data": [1]}, "data must be an object"),
     ({**ONE, "data": DEEP}, "levels deep"),
     ({**ONE, "data": {"a": "x" * MAX_DATA}}, f"at most {MAX_DATA} bytes"),
-    ({**ONE, "kind": "reward", "data": {"value": "much"}}, "a reward is a finite number"),
-    ({**ONE, "kind": "reward", "data": {"value": 1e31}}, "a reward is a finite number"),
-    ({**ONE, "kind": "reward", "data": {"value": True}}, "a reward is a finite number"),
-    ({**ONE, "kind": "reward", "name": "", "data": {"value": 1}}, "a reward has a name"),
+    ({**ONE, "kind": "reward", "data": {"value": "much"}}, "a reward must be a finite number"),
+    ({**ONE, "kind": "reward", "data": {"value": 1e31}}, "a reward must be a finite number"),
+    ({**ONE, "kind": "reward", "data": {"value": True}}, "a reward must be a finite number"),
+    ({**ONE, "kind": "reward", "name": "", "data": {"value": 1}}, "a reward must have a name"),
 ]
 
 
@@ -338,7 +338,7 @@ def test_operation_records_exception_and_whole_async_time() -> None:
         assert asyncio.run(slow()) == 3
         with pytest.raises(ValueError, match="no"), agentrl.operation("fails"):
             raise ValueError("no")
-        with pytest.raises(agentrl.AgentRLError, match="A reward is a finite number"):
+        with pytest.raises(agentrl.AgentRLError, match="A reward must be a finite number"):
             agentrl.emit_reward(float("nan"))
     assert [(each.name, dict(each.data)) for each in said] == [("slow", {"size": 2}), ("fails", {"error": "ValueError: no"})]
     assert said[0].seconds is not None

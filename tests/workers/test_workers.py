@@ -451,7 +451,9 @@ def answer(db: Database, driver: GroupRollout) -> None:
     driver.poll_calls()
 
 
-@pytest.mark.parametrize(("env", "error"), [("no_step", "KeyError: 'state'"), ("mute", "the env must give messages with text")])
+@pytest.mark.parametrize(
+    ("env", "error"), [("no_step", "KeyError: 'state'"), ("mute", "the env must return messages with text")]
+)
 def test_env_that_cannot_continue_fails_episode(sqlite: Database, in_memory: None, env: str, error: str) -> None:
     driver = rollout_of(sqlite, [ASK, ASK], env=f"{__name__}:{env}")
     play(driver, turns=2)

@@ -71,8 +71,8 @@ class Search:
     Args:
         name: the file's name.
         function: `module:function`.
-        chooses: True if the search chooses texts. It then chooses by separate tasks, and the chosen texts are measured on other
-            tasks.
+        chooses: True if the search chooses texts. The search then chooses by the rewards on separate tasks, and the chosen
+            texts are measured on other tasks.
         options: the options of `config.SEARCH_OPTIONS` that the search uses, with their defaults.
         needs: the package that the search needs, which is also the name of the extra; empty if it needs none.
     """
@@ -85,7 +85,7 @@ class Search:
 
 
 def find_gradient(name: str) -> Algorithm:
-    """Return the training algorithm with this name. Raise ConfigError if the algorithm does not exist, or it is a search."""
+    """Return the training algorithm with this name. Raise ConfigError if the algorithm does not exist, or is a search."""
     algorithm = find("algorithms", name)
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(f"The algorithm {name!r} changes prompts, not weights.", "Use one that trains, such as grpo.")

@@ -1,7 +1,7 @@
 """CISPO: GRPO's credit, and the loss -A log pi weighted by the clipped ratio, so every token keeps its gradient.
 
-Source: MiniMax-M1, arXiv 2506.13585, equations 4 and 5. verl bounds the weight by 1 - clip_low and 1 + clip_high. In TRL's
-convention, clip_high is the largest weight itself, by default 5, and there is no lower bound.
+Source: MiniMax-M1, arXiv 2506.13585, equations 4 and 5. verl's convention limits the weight to 1 - clip_low and 1 + clip_high.
+In TRL's convention, clip_high is the largest weight itself, by default 5, and there is no lower bound.
 """
 
 from agentrl.workflow.algorithms import Algorithm

@@ -1,9 +1,9 @@
-"""Dr.GRPO: GRPO without two divisions. The advantage is R - mean, and the loss is the sum over tokens, divided by the most
-tokens of an episode.
+"""Dr.GRPO: GRPO without two divisions. The advantage is R - mean, and the loss is the sum over tokens, divided by the maximum
+number of tokens of an episode.
 
 Source: arXiv 2503.20783, section 3.2. GRPO divides the advantage by the deviation, which favours tasks that are nearly always
-or nearly never solved. It also divides by an answer's own length, which favours long wrong answers. The paper, TRL and verl
-(since 0.9) average over answers.
+or nearly never solved. GRPO also divides the loss of an answer by the answer's length, which favours long wrong answers. The
+paper, TRL and verl (since 0.9) average over answers.
 """
 
 from agentrl.workflow.algorithms import Algorithm

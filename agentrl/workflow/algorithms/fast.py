@@ -1,4 +1,4 @@
-"""Fast: one pass over the tasks, to try an agent. It scores the episodes, and changes neither prompts nor weights."""
+"""Fast: one pass over the tasks, to try an agent. The episodes are scored; prompts and weights do not change."""
 
 from agentrl.workflow.algorithms import Search
 

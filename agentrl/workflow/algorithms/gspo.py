@@ -1,6 +1,7 @@
 """GSPO: GRPO's credit, and one ratio per training row: the geometric mean of the ratios of its tokens.
 
-Source: arXiv 2507.18071, equations 5 and 7. The mean keeps the ratio near 1, so the clip is narrow: the paper's 3e-4 and 4e-4.
+Source: arXiv 2507.18071, equations 5 and 7. The mean keeps the ratio near 1, so the clip range is narrow: 3e-4 and 4e-4, as in
+the paper.
 """
 
 from agentrl.workflow.algorithms import Algorithm

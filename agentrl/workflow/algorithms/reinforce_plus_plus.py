@@ -1,7 +1,7 @@
 """REINFORCE++: returns to go, whitened over all tokens of the update, and PPO's clip.
 
-Source: arXiv 2501.03262. The algorithm needs no group and no critic. verl cuts the return at the text of tools; here the return
-continues across it, see `training.advantages`.
+Source: arXiv 2501.03262. The algorithm needs no group and no critic. In verl, the return ends at the text of a tool; here, it
+continues across that text, see `training.advantages`.
 """
 
 from agentrl.workflow.algorithms import Algorithm

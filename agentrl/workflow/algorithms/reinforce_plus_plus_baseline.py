@@ -1,7 +1,7 @@
 """REINFORCE++ with baseline: R - mean of the group, then whitened over all tokens of the update, and PPO's clip.
 
-Source: arXiv 2501.03262, equation 9. The algorithm is like GRPO, but divides by one deviation for the whole minibatch. So a
-group whose rewards hardly differ is not amplified.
+Source: arXiv 2501.03262, equation 9. The algorithm is like GRPO, but divides by one standard deviation over all tokens of the
+update. So a group whose rewards hardly differ is not amplified.
 """
 
 from agentrl.workflow.algorithms import Algorithm

@@ -1,7 +1,7 @@
 """RLOO: each reward minus the mean of the other rewards in its group.
 
-Source: arXiv 2402.14740, equation 8; Kool et al. (2019). verl clips the ratio of each token, and is the default. TRL clips the
-ratio of the whole answer, a product of hundreds of ratios, and averages over answers.
+Source: arXiv 2402.14740, equation 8; Kool et al. (2019). verl's convention, which is the default, clips the ratio of each
+token. TRL's convention clips the ratio of the whole answer, a product of hundreds of ratios, and averages over answers.
 """
 
 from agentrl.workflow.algorithms import Algorithm

@@ -4,8 +4,8 @@ come next.
 The library `llguidance` (an extra: `agentrl[constraints]`) compiles a grammar and computes the mask of each token. Without the
 library, the prompt only asks the model to meet the requirement (`wish_text`), and `is_kept` checks the turn afterwards.
 
-The grammar of tool calls is derived from `ToolFormat.write`. It exists for each format whose arguments are one JSON object.
-JSON has `, ` and `: ` as separators and no other white space. Otherwise a model could write white space for ever.
+The grammar of tool calls is derived from `ToolFormat.write`, for each format whose arguments are one JSON object. JSON has `, `
+and `: ` as separators and no other white space. Otherwise a model could write white space for ever.
 """
 
 import hashlib
@@ -87,13 +87,13 @@ class Constraint:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> "Constraint":
-        """Return the constraint that `stored` wrote."""
+        """Return the constraint from the values that `stored` returned for it."""
         values = {name: record[name] for name in ("tool", "schema", "one_call") if name in record}
         return cls(**values, strict=tuple(record.get("strict", ())))
 
     @property
     def needs_grammar(self) -> bool:
-        """True if only a grammar keeps the constraint. The limit to one call only needs a stop string."""
+        """True if the constraint can be enforced only with a grammar. (To limit a turn to one call, a stop string suffices.)"""
         return bool(self.tool or self.schema or self.strict)
 
     @property
@@ -178,16 +178,17 @@ def turn_grammar(constraint: Constraint, tools: Sequence[Schema], chat: "Chat", 
 
 
 def recorded_grammar(record: Mapping[str, Any], tools: Sequence[Schema], chat: "Chat", prompt_ids: Sequence[int]) -> str:
-    """Return the grammar of a recorded turn, built again. `record` is what `steps.asked` stores of it.
+    """Build the grammar of a recorded turn again, and return it. `record` is the part of the column `steps.asked` about the
+    grammar.
 
     Raises:
-        ModelError: the library here has another version, or the grammar is another one now. The message says which.
+        ModelError: the library here has another version, or the grammar differs from the recorded one. The message says which.
     """
     if record.get("library") != library():
         raise ModelError(f"sampled with {record.get('library')}, here is {library() or 'no llguidance'}")
     grammar = turn_grammar(Constraint.of_record(record), tools, chat, prompt_ids)
     if grammar_hash(grammar) != record.get("sha256"):
-        raise ModelError("the grammar is another one than the recorded one")
+        raise ModelError("the grammar that is built now differs from the recorded one")
     return grammar
 
 
@@ -295,7 +296,7 @@ class TurnMatcher:
         return bool(self._matcher.is_error())
 
     def allowed(self, vocabulary: int) -> "NDArray[np.bool_]":
-        """Return which tokens may come next, (vocabulary,); none if the grammar became too complex."""
+        """Return a mask (vocabulary,): True for tokens that may come next. All are False if the grammar became too complex."""
         import numpy as np  # the endpoint reads constraints without it
 
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
@@ -326,7 +327,7 @@ class GrammarCompiler:
         self._compile = lru_cache(MAX_GRAMMARS)(self._compile_fresh)
 
     def matcher(self, grammar: str) -> TurnMatcher:
-        """Return the state of the grammar at the beginning of a turn.
+        """Compile the grammar, and return its state at the beginning of a turn.
 
         Raises:
             GrammarError: the grammar is invalid, takes too long to compile, or no text satisfies it.

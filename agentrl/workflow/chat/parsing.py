@@ -13,9 +13,9 @@ content, so no text of the model is lost. These calls cannot be parsed:
 - with `offered_only`, a call of a tool that was not offered. If no tool was offered, all text is content and there are no
     calls.
 
-Small models leave the tags out, and would never learn to call. So in every format that writes JSON, a turn is also a call if
-its content is one JSON object, bare or in a code fence. The object must begin with "name" or "type", name an offered tool and
-have arguments. Such a call is `loose`. With `strict`, such a content stays text.
+Small models often leave the tags out, and would then never learn to call tools. So in every format that writes JSON, a turn is
+also a call if its content is one JSON object, bare or in a code fence. The object must begin with "name" or "type", name an
+offered tool and have arguments. Such a call is `loose`. With `strict`, such a content stays text.
 """
 
 import re

@@ -1,8 +1,8 @@
 """The conversion of messages to token ids and back with the tokenizer's own chat template.
 
-Sampled text is never tokenized again. An episode is one growing row of tokens. `opening` renders everything before the first
-sampled turn, and `continuation` the part between two sampled turns (tool results, a user's message). `parse` parses a sampled
-turn (see `chat.parsing`).
+Sampled text is never tokenized again. An episode is one growing sequence of tokens. `opening` renders everything before the
+first sampled turn, and `continuation` the part between two sampled turns (tool results, a user's message). `parse` parses a
+sampled turn (see `chat.parsing`).
 
 The caller passes the tokenizer, so this module needs neither torch nor transformers.
 """
@@ -122,10 +122,11 @@ class Chat:
         options: Mapping[str, Any] = NO_OPTIONS,
         max_tokens: int | None = None,
     ) -> tuple[int, ...]:
-        """Return the token ids of an episode's first prompt, including the generation prompt. `options` is additional variables
-        of the template (`template_options`). `max_tokens` is the limit from which a prompt is of no use. A prompt that is much
-        longer is not tokenized completely. Raise ModelError if the template refuses the messages or the options, drops a system
-        message, or does not support the options. Raise TooLong if the prompt has many more than `max_tokens` tokens.
+        """Return the token ids of an episode's first prompt, including the generation prompt. `options` are additional
+        variables of the template (`template_options`). `max_tokens` is the length above which the caller cannot use a prompt. A
+        prompt that is much longer is not tokenized completely. Raise ModelError if the template refuses the messages or the
+        options, drops a system message, or does not support the options. Raise TooLong if the prompt has many more than
+        `max_tokens` tokens.
         """
         if messages and messages[0].role in RAW_ROLES:
             return self._raw_ids(messages, max_tokens)
@@ -151,8 +152,7 @@ class Chat:
 
         Returns:
             (ids, ""), or (None, the reason) if no ids continue the turn exactly as the template renders it. The caller then
-                begins a
-            new training row: it calls `opening` with all messages.
+                begins a new training row: it calls `opening` with all messages.
 
         Raises:
             ModelError, TooLong: see `opening`.

@@ -1,4 +1,4 @@
-"""A check that refuses texts much longer than the model's window. It does not tokenize them completely."""
+"""A check that refuses texts much longer than the model's window, without tokenizing them completely."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,8 +1,8 @@
 """Checkpoints, in a folder or at a URL that many hosts can reach (`s3://bucket/prefix`, `file:///mnt/shared`).
 
-A checkpoint is one version of a policy. `write` makes a complete checkpoint or none, and a row of the database publishes it
-(`store/train_commits.py`). `read` opens it on any host. A path without `://` is a folder of this host and is used as it is.
-`drop_optimizer` and `remove` delete what no row needs.
+A checkpoint is one version of a policy. `write` makes a complete checkpoint or none, and a database row publishes the
+checkpoint (`store/train_commits.py`). `read` opens a checkpoint on any host. A path without `://` is a folder of this host and
+is used as it is. `drop_optimizer` and `remove` delete parts that no row needs.
 
 Other packages import only this module, `checkpoint_gc` (it decides which checkpoints are no longer needed) and `epoch_links`
 (it names the checkpoints that ended an epoch).
@@ -50,7 +50,7 @@ def write(path: str, writer: Writer, then: str = "`agentrl resume`") -> str:
     """Make the checkpoint at `path`, a folder or a URL, from the files that `writer` writes into a folder. Raise
     CheckpointError if the disk refused the files, the writer wrote no weights, or the bucket does not exist. An existing
     checkpoint in the folder is unchanged. Raise ConfigError if the store refused the files. Raise ServiceError if the store did
-    not respond for a long time. Only an unpublished checkpoint without a manifest is lost.
+    not respond for a long time. An exception leaves at most an unpublished checkpoint without a manifest at the URL.
 
     Args:
         then: the command to type after the disk has space again, for the error message.
@@ -83,7 +83,7 @@ def read(path: str, sha256: str, part: Part, reader: Callable[[Path], T]) -> T:
 def local_part(path: str, sha256: str, part: Part = "weights") -> Path:
     """Return a local folder with a part of the checkpoint at `path`, a folder or a URL. Fetch the part if needed. `sha256` is
     the hash of the weights in the policy's row. Raise BrokenCheckpoint if the checkpoint is missing or incomplete, or its
-    weights are not those of the row. Raise ConfigError if this host cannot access the folder with the run's checkpoints. Raise
+    weights have another hash. Raise ConfigError if this host cannot access the folder with the run's checkpoints. Raise
     ServiceError if the store did not respond for a long time, or this host's disk is full.
     """
     return object_store.local_copy(path, sha256, part) if is_url(path) else _check_here(Path(path))

@@ -1,7 +1,8 @@
-"""Garbage collection of a run's checkpoint folder: it finds and removes folders and optimizer states that no row needs.
+"""Garbage collection of a run's checkpoint folder: it finds and removes folders and optimizer states that no database row
+needs.
 
-The disk is read first, then the rows. So the rows contain the claim of the trainer that wrote a folder. A folder is removed if
-no row names it and its trainer can no longer publish it.
+The disk is read first, then the rows. So, for each folder that was found, the rows already contain the claim of the trainer
+that wrote the folder. A folder is removed if no row names it and its trainer can no longer publish it.
 
 An adapter's row is marked as removed before its files are removed. If the process is killed in between, the next collection
 removes the files.
@@ -50,7 +51,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """A folder that no row needs or, with `optimizers`, whose optimizer state no row needs; its size in bytes."""
+    """A folder that no row needs, or whose optimizer state no row needs. `kind` says which of the two; `bytes` is the size."""
 
     kind: Kind
     name: str

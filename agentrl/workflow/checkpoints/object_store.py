@@ -3,7 +3,7 @@
 Object stores cannot rename, so each key is written once and never changed. The manifest is written last: a checkpoint with a
 manifest is complete.
 
-A copy is in `AGENTRL_HOME/cache/RUN/CHECKPOINT`. One process fetches it while the others wait. It is verified against the
+A copy is in `AGENTRL_HOME/cache/RUN/CHECKPOINT`. One process fetches it while the others wait. The copy is verified against the
 manifest and the policy's row before it gets its name, and again when a process first uses it. The `KEEP` most recently used
 copies of a run stay on the host.
 
@@ -79,7 +79,7 @@ def check_place(place: str) -> Path | None:
     try:
         files.info(bucket)
     except FileNotFoundError as error:
-        raise ConfigError(f"There is no bucket {bucket!r} for checkpoints in {place!r}.", "Make it.") from error
+        raise ConfigError(f"There is no bucket {bucket!r} for checkpoints in {place!r}.", "Create the bucket.") from error
     except PermissionError as error:
         raise ConfigError(f"Checkpoints in {place!r} cannot be accessed: {_words(error)}.", "Check the credentials.") from error
     except Exception as error:  # every store has its own error classes
@@ -95,7 +95,8 @@ def mounted_folder(url: str) -> Path | None:
 
 def write(url: str, writer: Writer) -> str:
     """Write a checkpoint to the URL, and leave a copy on this host. Return the sha256 of its weights. Raise CheckpointError if
-    the disk refused the files, or the bucket does not exist. Only an unpublished checkpoint without a manifest is lost.
+    the disk refused the files, or the bucket does not exist. An exception leaves at most an unpublished checkpoint without a
+    manifest at the URL.
     """
     copy = copy_of(url)
     with report_host_trouble(url), hold_lock(copy.parent):  # so that no process evicts it before it is stored

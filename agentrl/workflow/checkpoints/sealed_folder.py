@@ -270,7 +270,7 @@ def read_manifest(folder: Path, called: str = "") -> Mapping[str, FileRecord]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise broken_error(called or folder, f"{MANIFEST} cannot be read") from error
     if outside := [name for name in manifest if not _is_inside(name)]:
-        raise broken_error(called or folder, f"its manifest names {outside[0]!r:.100}")
+        raise broken_error(called or folder, f"its manifest has an invalid file name, {outside[0]!r:.100}")
     return manifest
 
 

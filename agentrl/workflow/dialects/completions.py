@@ -92,7 +92,7 @@ def _prompt(fields: Fields) -> Message:
         return Message("prompt", Fields({"prompt": value}).text("prompt"))
     if isinstance(value, list) and value and len(value) <= MAX_IDS and all(type(token) is int for token in value):
         if not all(0 <= token < MAX_COUNT for token in value):
-            raise fields.error("prompt", "it contains a number that is no token id")
+            raise fields.error("prompt", "it contains a number that is not a token id")
         return Message("prompt_ids", json.dumps(value))
     raise fields.error("prompt", "it must be one text or one array of token ids, not empty")
 

@@ -137,7 +137,7 @@ class Fields:
         listed = Fields({name: [value] if isinstance(value, str) else value}, self.at).array(name, max_texts)
         texts = [Fields({name: one}, self.at).text(name, max_chars) for one in listed]
         if not all(texts):
-            raise self.error(name, "it contains an empty text, or nothing")
+            raise self.error(name, "it must contain at least one text, and no empty one")
         return tuple(texts)
 
     def unknown_error(self, name: str) -> RequestError:

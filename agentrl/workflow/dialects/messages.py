@@ -2,9 +2,9 @@
 
 A response depends only on its turn and on its request's id and time. So a repeated request gets the same bytes.
 
-The tools that the client runs are offered. The API's own tools (`web_search_20250305`, ...) cannot run here. They are left out,
-and `Ask.not_applied` names them, like all fields that have no effect. Clients move `cache_control` from block to block between
-their requests, so it is never part of a message.
+The tools that the client runs are offered. The API's own tools (`web_search_20250305`, ...) cannot run here. Such tools are
+left out, and `Ask.not_applied` names them, like all fields that have no effect. Clients move `cache_control` from block to
+block between their requests, so it is never part of a message.
 
 A request may continue a message by its id (`thread`). The messages and the tools before it come from the rows of the same
 attempt.
@@ -112,10 +112,10 @@ def _find_previous(fields: Fields, recorded: Recorded) -> tuple[str, RecordedRes
         return "", None
     previous = thread.text("previous_message_id", MAX_NAME).removeprefix(MESSAGE_ID)
     if (response := recorded(previous)) is None:
-        raise thread.error("previous_message_id", "this key has no message with this id", NOT_FOUND)
+        raise thread.error("previous_message_id", "this API key has no message with this id", NOT_FOUND)
     for name in ("system", "tools"):
         if fields.has(name):
-            raise fields.error(name, "a thread keeps what it was created with; leave it out")
+            raise fields.error(name, "it cannot change within a thread; leave it out")
     return previous, response
 
 
@@ -163,7 +163,7 @@ def _tools(fields: Fields) -> tuple[tuple[Schema, ...], list[str]]:
 
 
 def _messages(fields: Fields, previous: str, response: RecordedResponse | None) -> tuple[Message, ...]:
-    """Return the complete conversation. It begins with the one of the response that the request continues, if any."""
+    """Return the complete conversation. If the request continues a response, it begins with the response's conversation."""
     system = "\n\n".join(text for text in _texts(fields, "system") if not text.startswith(BILLING))
     messages = [Message("system", system)] if system else []
     calls: dict[str, tuple[int, str]] = {}

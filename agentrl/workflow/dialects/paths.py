@@ -77,7 +77,7 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType({**TURNS, **COUNTERS})
 
 
 def dialect_of(path: str) -> Dialect:
-    """Return the dialect of a path. If no dialect has the path, return that of the path above it, otherwise that of chat
-    completions.
+    """Return the dialect of a path. For an unknown path, return the dialect of the path above it. If that path is unknown too,
+    return the dialect of chat completions.
     """
     return DIALECTS.get(path, messages if path.startswith(f"{messages.PATH}/") else chat_completions)

@@ -190,7 +190,7 @@ def read_encoded(fields: Fields, name: str) -> str:
     try:
         text = base64.b64decode(fields.text(name), validate=True).decode()
     except ValueError as error:
-        raise fields.error(name, "no response has contained it") from error
+        raise fields.error(name, "no response of this server contained it") from error
     return Fields({name: text}, fields.at).text(name)
 
 

@@ -3,11 +3,11 @@
 The `input` of a request is a list of items. Consecutive items of the assistant (its reasoning, its message, its calls) are one
 turn. A response depends only on its turn and on its request's id and time. So a repeated request gets the same bytes.
 
-A request may name an earlier response (`previous_response_id`) or its items (`item_reference`). Their messages come from the
-rows of the same attempt.
+A request may name an earlier response (`previous_response_id`) or its items (`item_reference`). The messages of these responses
+and items come from the rows of the same attempt.
 
 The functions in a tool of type `namespace` are offered as `NAMESPACE__NAME`, and a call has both names again. Hosted tools such
-as `web_search` cannot run here. They are left out, and `Ask.not_applied` names them, like all fields that have no effect.
+as `web_search` cannot run here. Such tools are left out, and `Ask.not_applied` names them, like all fields that have no effect.
 """
 
 import base64
@@ -197,7 +197,7 @@ def _messages(fields: Fields, previous: str, instructions: str, reader: "_InputR
         raise fields.error("input", "at least one item is needed")
     if previous:
         if (response := reader.find(previous)) is None:
-            message = "this key has no response with this id"
+            message = "this API key has no response with this id"
             raise fields.error("previous_response_id", message, "previous_response_not_found")
         reader.continue_from(previous, response)
     for item in items:
@@ -298,7 +298,7 @@ class _InputReader:
         match = _ITEM_ID.fullmatch(item.text("id", MAX_NAME))
         response = self.find(match[2]) if match else None
         if match is None or response is None:
-            raise item.error("id", "this key has no item with this id", "item_not_found")
+            raise item.error("id", "this API key has no item with this id", "item_not_found")
         self.referenced = match[2]
         message, number = response.messages[-1], int(match[3] or 0)
         place = (match[1], match[2], number if match[1] == "fc" else 0)
@@ -313,7 +313,7 @@ class _InputReader:
         elif number < len(calls):
             self._add(call=calls[number], call_id=call_id(match[2], 0, number))
         else:
-            raise item.error("id", "this key has no item with this id", "item_not_found")
+            raise item.error("id", "this API key has no item with this id", "item_not_found")
 
     def _add(self, thought: str = "", content: str = "", call: ToolCall | None = None, call_id: str = "") -> None:
         """Add a part to the assistant's turn. A turn has its parts in this order, so an earlier part begins another turn."""

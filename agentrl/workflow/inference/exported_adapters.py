@@ -1,8 +1,8 @@
 """Exports of published adapters for a server: folders with PEFT's `adapter_config.json` and `adapter_model.safetensors`.
 
-The adapter is copied from its checkpoint for three reasons. The checkpoint may be at a URL. It may be old and lack the config.
-And `agentrl gc` may remove it while the server needs it. The copy is in `AGENTRL_HOME/cache/adapters/SHA256`. The server must
-see this folder at the same path.
+The adapter is copied from its checkpoint for three reasons: the checkpoint may be at a URL, the checkpoint may be old and lack
+the config, and `agentrl gc` may remove the checkpoint while the server needs the adapter. The copy is in
+`AGENTRL_HOME/cache/adapters/SHA256`. The server must see this folder at the same path.
 """
 
 import os

@@ -1,6 +1,5 @@
-"""A connection to a server that samples.
-
-It parses JSON responses and converts refusals to agentrl's errors. It needs no torch.
+"""A connection to a server that samples. JSON responses are parsed, and refusals become agentrl's errors. This module needs no
+torch.
 """
 
 import json
@@ -148,7 +147,7 @@ class Connection:
 
 
 def base_card(connection: Connection, names: Set[str]) -> Card:
-    """Return the card of the base that the server has under one of these names.
+    """Return the server's entry in `/v1/models` for the base, which must have one of these names.
 
     Raises:
         ModelError: the server has no such base. Only the name can be checked.
@@ -180,13 +179,16 @@ def check_bases(settings: Settings, names: Set[str]) -> None:
 
 
 def check_urls(settings: Settings, names: Set[str] = frozenset()) -> None:
-    """Check the URLs of servers whose base has no certain name. Raise ConfigError if one is missing or invalid."""
+    """Check only the URLs in the settings, for servers whose name of the base is unknown. Raise ConfigError if a URL is missing
+    or invalid.
+    """
     server_urls(settings)
 
 
 def has_development_routes(settings: Settings, url: str) -> bool:
-    """Return whether the server is a vLLM with VLLM_SERVER_DEV_MODE. Its routes for development ask for no key, and whoever
-    reaches them can run methods of the server's processes (`/collective_rpc`). False if the server does not respond.
+    """Return whether the server is a vLLM with VLLM_SERVER_DEV_MODE. The development routes of such a server ask for no key,
+    and anyone who can reach these routes can run methods of the server's processes (`/collective_rpc`). False if the server
+    does not respond.
     """
     with closing(Connection(settings, url=url, max_bytes=2**20, seconds=CHECK_SECONDS)) as connection:
         try:
@@ -211,7 +213,8 @@ def names_loopback(url: str) -> bool:
 
 
 def server_urls(settings: Settings, who: Who = "engine") -> tuple[str, ...]:
-    """Return the URLs in the settings, without `/v1`. An engine may have several servers, with commas. A critic has one.
+    """Return the URLs in the settings, without `/v1`. The setting of an engine may list several URLs, separated by commas; that
+    of a critic has one.
 
     Raises:
         ConfigError: there is no URL, one is not an http URL with a host, two are equal, or there are too many.

@@ -31,7 +31,9 @@ class SlotStates:
 
 
 class SlotCache(Cache):
-    """The slots of all layers. Call `prefill` or `extend` before each call of the model."""
+    """The slots of all layers. A slot is the memory of one live row: in each layer, the keys and values of its tokens, or the
+    layer's states for the row. Call `prefill` or `extend` before each call of the model.
+    """
 
     def __init__(self, layout: CacheLayout) -> None:
         super().__init__(layers=[_make_layer(*layer_states) for layer_states in zip(layout.layers, layout.states, strict=True)])
@@ -77,8 +79,9 @@ class SlotCache(Cache):
 
     @property
     def memory(self) -> object:
-        """The first layer's memory; None before the first call. If the cache grows, all layers get new memory, so this is
-        another object.
+        """The memory of the first layer; None before the first call. When the cache grows, all layers get new memory, and this
+        property returns another object. Compare the object (`is`) to find out whether CUDA graphs still refer to the current
+        memory.
         """
         return self.layers[0].memory if isinstance(self.layers[0], KeySlots) else None
 
@@ -108,7 +111,7 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @property
     def memory(self) -> object:
-        """The stores of keys and values; None before the first token."""
+        """The tensors that store keys and values; None before the first token."""
         return self._store
 
     @property
@@ -117,7 +120,7 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return 0 if self._store is None else self._store[0].shape[0] * self._store[0].shape[2]
 
     def place(self, slots: slice, tokens: tuple[Tensor, Tensor] | None, length: int) -> None:
-        """Set the place that the next `update` writes.
+        """Select the slots and positions that the next `update` writes.
 
         Args:
             slots: the slots.
@@ -147,7 +150,9 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
             store[target, :, :length] = store[source, :, :length]
 
     def wipe(self, slot: int) -> None:
-        """Set one slot's keys and values to zeros. A NaN would spoil the slot's next row even where it is masked."""
+        """Set one slot's keys and values to zeros. Otherwise a NaN in the slot would spoil the slot's next row, even at masked
+        positions.
+        """
         if self._store is not None and slot < len(self._store[0]):
             for store in self._store:
                 store[slot] = 0

@@ -1,8 +1,8 @@
 """The engine that samples with a llama.cpp server (`llama-server -m MODEL.gguf`): an untrained base, for eval and chat.
 
 Prompts are sent as token ids to `/completion`. The response has the sampled ids and their logprobs at temperature 1, so no
-other temperature is allowed. `/tokenize` shows whether the file has the same vocabulary as the policy. Whether it has the same
-weights, and in which precision, cannot be checked.
+other temperature is allowed. `/tokenize` shows whether the GGUF file has the same vocabulary as the policy. Whether the file
+has the same weights, and in which precision, cannot be checked.
 
 If a token ends within a character, the server returns no logprob for it. A separate request gets that logprob.
 """
@@ -30,7 +30,7 @@ _PROBE = "Ünï 12345.6 == foo_bar(  )\n\n漢字"
 
 
 def start(policy: Policy, settings: Settings) -> ServedEngine:
-    """Return the engine for the servers at the machine's `engine_url`. They need not run yet.
+    """Return the engine for the servers at the machine's `engine_url`. The servers need not run yet.
 
     Raises:
         ConfigError: a URL is missing or invalid.
@@ -58,7 +58,7 @@ class LlamaServer:
         body = {"content": _PROBE, "add_special": False, "parse_special": False}
         theirs = self._connection.read(TokenizeAnswer, "/tokenize", body).tokens
         if theirs != self._policy.tokenizer.encode(_PROBE, add_special_tokens=False):
-            message = f"The server at {self._connection.url} has another tokenizer than {self._policy.config.path}."
+            message = f"The server at {self._connection.url} has another tokenizer than the model {self._policy.config.path}."
             raise ModelError(message, "Start llama-server with a GGUF file of that model.")
         return window or self._policy.max_context
 
@@ -69,7 +69,7 @@ class LlamaServer:
             ConfigError: the request has a temperature other than 1, or names a trained policy.
         """
         if request.temperature != 1:
-            message = f"llama.cpp gives logprobs at temperature 1, and {request.temperature:g} was asked for."
+            message = f"llama.cpp returns logprobs at temperature 1 only, but the temperature is {request.temperature:g}."
             raise ConfigError(message, "Sample at temperature 1, or with --engine rolling.")
         if request.policy.path:
             raise ConfigError("llama.cpp samples from an untrained base, not from a trained policy.", "Use --engine rolling.")

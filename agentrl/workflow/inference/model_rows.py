@@ -1,4 +1,5 @@
-"""The model as the rolling batch uses it: numbered rows that read tokens, in the fastest of three ways that is correct.
+"""The model as the rolling batch uses it. Each live turn has a numbered row: its tokens so far, with the values that the model
+has cached for them. Rows are run in the fastest of three ways that is correct for the model.
 
 - `slot_rows`: a slot for each row, one call of the model per token.
 - `cache_rows.CacheRows`: transformers' own caches, one call for each group of rows of the same length.
@@ -49,8 +50,9 @@ class ModelRows(Protocol):
 
     Attributes:
         name: the description for logs.
-        resumes: whether a row that `take` returned can read several tokens at once.
-        rewinds: whether a row's first tokens can be copied after it has read more, and a failed call can be repeated.
+        resumes: whether a row that `take` returned can be continued with several tokens at once.
+        rewinds: whether the first tokens of a row can be copied after the row has read more tokens, and whether a failed call
+            can be repeated.
         tokens: the number of tokens that fit into the allocated memory.
     """
 
@@ -60,7 +62,7 @@ class ModelRows(Protocol):
 
     @property
     def graphs(self) -> DecodeGraphs | None:
-        """A faster way to read the next token of each row, if there is one."""
+        """The CUDA graphs that read the next token of each row faster; None if there are none."""
 
     @property
     def tokens(self) -> int:

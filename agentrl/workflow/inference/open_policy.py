@@ -2,7 +2,7 @@
 
     with open_policy("tiny") as policy: step = policy.generate([Message("user", "What is 15 minus 8?")], [calculator])
 
-It samples as a rollout does: with the same engine, chat template and parser, and from the same published weights.
+The policy samples as in a rollout: with the same engine, chat template and parser, and from the same published weights.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ class PolicyOutput(NamedTuple):
 
     Args:
         logits: (B, T, V), at temperature 1. The logits at position t predict the token at t + 1.
-        logprobs: (B, T) float32, the logprob of each token given the tokens before it, in nats, at the temperature of the
-            limits. A sampler records the same numbers (`Step.behavior_logprobs`). 0 for a row's first token and for padding.
+        logprobs: (B, T) float32, the logprob of each token given the tokens before it, in nats, at the temperature of `limits`.
+            A sampler records the same numbers (`Step.behavior_logprobs`). 0 for a row's first token and for padding.
         values: (B, T), the critic's value after the token at t, in units of the reward; None if the policy has no critic.
     """
 

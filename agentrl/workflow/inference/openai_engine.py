@@ -40,7 +40,7 @@ This is enough for nine overlapping iterations and one evaluation.
 """
 
 REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
-"""The finish reasons of a server, and ours."""
+"""A mapping from the server's finish reasons to agentrl's."""
 _TOKEN = re.compile(r"token_id:([0-9]{1,10})")
 """The pattern of the names that vLLM gives tokens with `return_tokens_as_token_ids`."""
 
@@ -49,7 +49,7 @@ _COLD_TEMPERATURE, _HOT_TEMPERATURE = 0.25, 2.0
 
 
 def start(policy: Policy, settings: Settings) -> ServedEngine:
-    """Return the engine for the servers at the machine's `engine_url`. They need not run yet.
+    """Return the engine for the servers at the machine's `engine_url`. The servers need not run yet.
 
     Raises:
         ConfigError: a URL is missing or invalid.
@@ -116,7 +116,9 @@ class OpenAIServer:
     def _complete(self, name: str, body: dict[str, Any]) -> Choice:
         reply = self._connection.read(Completions, "/v1/completions", {"model": name, **body})
         if reply.model != name:
-            raise ModelError(f"The server at {self._connection.url} was asked for {name!r}; {reply.model!r} answered.")
+            raise ModelError(
+                f"The server at {self._connection.url} was asked for the model {name!r}, but {reply.model!r} answered."
+            )
         return reply.choices[0]
 
     def _cards(self) -> list[Card]:

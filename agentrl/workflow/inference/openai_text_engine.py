@@ -1,7 +1,7 @@
 """The engine that samples with an OpenAI-compatible server which returns texts without token ids.
 
-The prompt is sent as text to `/v1/completions`. The ids of a turn are those of its text in this model's tokenizer, which need
-not be the sampled ones, and its logprobs are unknown (NaN). So such turns are recorded, but cannot train or be verified.
+The prompt is sent as text to `/v1/completions`. The ids of a turn are made from its text with this model's tokenizer, and may
+differ from the sampled ids. Its logprobs are unknown (NaN). So such turns are recorded, but cannot train or be verified.
 """
 
 import math
@@ -21,7 +21,7 @@ MAX_STOPS = 4
 
 
 def start(policy: Policy, settings: Settings) -> ServedEngine:
-    """Return the engine for the servers at the machine's `engine_url`. They need not run yet.
+    """Return the engine for the servers at the machine's `engine_url`. The servers need not run yet.
 
     Raises:
         ConfigError: a URL is missing or invalid.
@@ -45,7 +45,8 @@ class OpenAITextServer:
         self._connection.close()
 
     def greet(self) -> int:
-        """Choose the model: the one with the policy's name, else the first of the server. Return the policy's context window.
+        """Choose the server's model: the one with the policy's name, else the first one that the server lists. Return the
+        policy's context window.
 
         Raises:
             InfraError: the server has no model.

@@ -1,8 +1,9 @@
-"""A turn from its prompt to its step: for rollouts, for chats, and for requests of agents.
+"""The prompt of the next turn, and the step that the sampled turn becomes: for rollouts, for chats, and for requests of agents.
 
 A step's line is all tokens from the start of its prompt to the end of the step. Sampled text is never tokenized again. If
 messages continue a turn, their prompt is the turn's line, the template's suffix and the new messages. Otherwise all messages
-are rendered and begin a chain. For an agent's request, the step then refers to the line that shares the most tokens with it.
+are rendered and begin a chain. For an agent's request, the step then refers to the earlier line that has the longest beginning
+in common with the prompt.
 """
 
 import json
@@ -57,7 +58,7 @@ class Draft:
         draw: int | None = None,
         side_call: bool = False,
     ) -> Step:
-        """Return the step that a completion of this prompt is.
+        """Return the step that consists of this prompt and its completion.
 
         `message` is the message that was parsed from the sampled ids.
         """
@@ -185,7 +186,7 @@ class Lines:
     _begins: list[int] = field(default_factory=list)
 
     def add(self, step: Step) -> None:
-        """Add the step with the next index."""
+        """Add a step. Its index must be the number of steps added before."""
         parent = ROOT if step.parent is None else step.parent
         before = self._line(parent)[: step.shared]
         if step.shared is None and parent in self._ends:
@@ -195,7 +196,7 @@ class Lines:
         self.steps.append(step)
 
     def longest_line(self, ids: Ids) -> int:
-        """Return the step with the longest line that is a beginning of the ids; `ROOT` without such a step.
+        """Return the index of the step whose line is the longest proper beginning of the ids; `ROOT` if there is no such step.
 
         Only lines that no other line extends are compared.
         """
@@ -214,8 +215,8 @@ class Lines:
     def longest_share(self, ids: Ids) -> tuple[int, int]:
         """Find the earlier tokens that have the longest beginning in common with `ids`.
 
-        Return the first step whose tokens contain this beginning, and the number of its tokens. If nothing is in common, the
-        step is `ROOT`.
+        Return the index of the first step whose line contains this beginning, and the number of tokens in the beginning. If
+        nothing is in common, the index is `ROOT`.
         """
         id_array = np.asarray(ids, np.int32)
         best, shared = ROOT, 0

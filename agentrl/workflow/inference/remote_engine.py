@@ -1,8 +1,8 @@
 """The common part of engines that sample with an HTTP server.
 
 Each turn is one request, and one thread waits for the response; the server batches the requests. Before its first turn on a
-server, the engine checks the server and asks for its context window (`greet`). It repeats this after the server was
-unavailable, because the window may have changed. A wrong response ends the run.
+server, the engine checks the server and asks for its context window (`greet`). The engine repeats this check after the server
+was unavailable, because the window may have changed. A wrong response ends the run.
 
 With several servers, the turns of a session go to one server, whose prefix cache has the earlier turns. A new session goes to
 the server with the fewest open turns. If a server does not respond, its open turns are sampled again on the other servers, and
@@ -282,7 +282,9 @@ def logprobs(values: Sequence[float | None] | None, url: str) -> list[float]:
     above = next((logprob for logprob in values if logprob is not None and logprob > ROUNDING), None)
     if above is not None:
         raise InfraError(f"The server at {url} gave a token the logprob {above:g}, which is above 0.")
-    raise ModelError(f"The server at {url} gave a token a logprob that is no finite number: its model probably returned NaN.")
+    raise ModelError(
+        f"The server at {url} gave a token a logprob that is not finite: the server's model probably returned NaN."
+    )
 
 
 def likeliest(candidates: Mapping[int, float | None], count: int, vocabulary: int, url: str) -> Likeliest:
@@ -297,5 +299,5 @@ def likeliest(candidates: Mapping[int, float | None], count: int, vocabulary: in
 
 
 def seed(request: GenerateRequest) -> int:
-    """Return a 63-bit seed, derived from the request's key and position. A server that makes its own draws gets it."""
+    """Return a 63-bit seed, derived from the request's key and position. It is for servers that make their own random draws."""
     return (request.key + request.position * 0x9E3779B97F4A7C15) % 2**63

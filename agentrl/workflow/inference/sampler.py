@@ -1,8 +1,8 @@
 """agentrl's own engine: the model of a `Policy`, run in one thread over a rolling batch (`inference.decoding_batch`).
 
-Waiting turns join between two tokens, and ended turns leave at once. Rows of different weights never share a batch. If the
-first request in the queue needs other weights, no further turn joins until the batch is empty. Then all requests for the new
-weights join.
+Waiting turns join between two tokens, and ended turns leave at once. All turns in the batch use the same weights. If the first
+request in the queue needs other weights, no further turn joins until the batch is empty. Then all requests for the new weights
+join.
 """
 
 import threading
@@ -101,8 +101,8 @@ class RollingEngine:
     def release(self, session: int | None = None) -> None:
         """Free the memory that is cached for the next turn of a session.
 
-        With None, free that of all sessions, before this method returns. Do not call this method while you hold the policy's
-        lock.
+        With None, free the memory of all sessions before this method returns. Do not call this method while you hold the
+        policy's lock.
         """
         with self._changed:
             self._released.append(session)

@@ -47,7 +47,7 @@ def sample(
 
     Returns:
         The ids (N,) int64, never one of probability 0 unless `allowed` leaves no other, and their logprobs (N,) float32 over
-        the complete vocabulary. The logprob is NaN in a row with a NaN.
+        the complete vocabulary. In a row whose logits contain a NaN, the logprob is NaN.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     vocabulary = logits.shape[-1]
@@ -97,7 +97,7 @@ def allowed_mass(logits: Tensor, temperature: Tensor | float, allowed: Tensor) -
 def likeliest(logits: Tensor, temperature: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the ids and the logprobs, (N, K) each, of the K likeliest tokens of each row, likeliest first.
 
-    The logprobs are those over the complete vocabulary.
+    The logprobs are over the complete vocabulary.
 
     Args:
         logits: (N, V).
@@ -168,7 +168,7 @@ def lowest_logit(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) ->
     """Return the lowest logit (N,) that may be drawn: `top_k` applies first, then `top_p` to the remaining tokens, then
     `min_p`.
 
-    The order is that of transformers' `generate`, after the temperature (vLLM applies `min_p` first). The limit is a logit, not
+    This is the order of transformers' `generate`, after the temperature (vLLM applies `min_p` first). The limit is a logit, not
     a rank. So tokens that are as likely as the last allowed token are allowed too. The likeliest token is always allowed.
 
     Args:
@@ -180,7 +180,7 @@ def lowest_logit(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) ->
             2407.01082).
 
     Returns:
-        (N,) in the logits' dtype; -inf if all tokens are allowed, NaN in a row with a NaN.
+        (N,) in the logits' dtype; -inf if all tokens are allowed, NaN in a row whose logits contain a NaN.
     """
     vocabulary = logits.shape[-1]
     for width in (*(width for width in WIDTHS if width < vocabulary), vocabulary):

@@ -1,4 +1,6 @@
-"""The live rows in slots (`kv_cache`). Rows of different lengths read their next token in one call of the model."""
+"""The rows of live turns (see `model_rows`) in slots (`kv_cache`). Rows of different lengths read their next token in one call
+of the model.
+"""
 
 from collections.abc import Sequence
 from logging import getLogger
@@ -103,7 +105,7 @@ class SlotRows:
             self._slots.copy(last, row, length)
 
     def take(self, row: int, length: int) -> SlotStates:
-        """Return a copy of a row's content."""
+        """Return a copy of the cached values of a row."""
         return self._slots.take(row, length)
 
     def clear(self) -> None:
@@ -151,11 +153,12 @@ class SlotRows:
 class DecodeGraphs:
     """Decoding steps on a GPU as CUDA graphs.
 
-    A step is one launch instead of some hundred, each of which takes longer to launch than to run.
+    A decoding step is then one launch instead of the launches of some hundred kernels, each of which takes longer to launch
+    than to run.
 
-    A graph repeats the same kernels on the same memory. So there is one for each number of rows (a power of two; rows without
-    a turn are computed and ignored) and number of keys (a multiple of `LENGTH_STEP`; later keys are masked). A graph ends when
-    the forward pass or the slots get other memory.
+    A graph repeats the same kernels on the same memory. So there is one graph for each pair of a number of rows (a power of
+    two; rows without a turn are computed and ignored) and a number of keys (a multiple of `LENGTH_STEP`; later keys are
+    masked). All graphs are dropped when the forward pass or the slots get other memory.
 
     Args:
         policy: the policy. Its `decoding` yields a `FastForward`, whose memory stays the same from one version to the next.
@@ -164,7 +167,9 @@ class DecodeGraphs:
     """
 
     EAGER_STEPS = 3
-    """The number of steps of a size before its graph is captured. A size that occurs less often is not worth one."""
+    """The number of decoding steps of one size that run without a graph, before a graph of that size is captured. For a size
+    that occurs less often, capturing a graph would take more time than it saves.
+    """
 
     _graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]]
     _steps: dict[tuple[int, int], int]
@@ -180,7 +185,8 @@ class DecodeGraphs:
         self.clear()
 
     def next_tokens(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Read one more token of each row. Return the logits (n, V) after it, and what `sampling.draw` draws from them, (2, n).
+        """Read one more token of each row. Return the logits (n, V) after it, and the result (2, n) of `sampling.draw` for
+        these logits.
 
         Both are valid until the next call.
 

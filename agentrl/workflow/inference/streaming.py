@@ -13,7 +13,8 @@ from agentrl.workflow.trajectory import Step
 
 
 class Stream:
-    """An iterator over a turn's text while it is sampled. If a loop over it is left early, the turn is stopped.
+    """An iterator over a turn's text while it is sampled. If the caller leaves the loop over the stream early, the turn is
+    stopped.
 
     A remote engine returns the complete turn as one piece.
 

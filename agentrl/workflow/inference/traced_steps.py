@@ -40,7 +40,7 @@ def traced_steps(
         sampled_ids = turn.sampled_ids if exact else chat.turn(turn.said, turn.tools)
         if not sampled_ids or max(*prompt_ids, *sampled_ids) >= vocabulary:
             raise ValueError(
-                f"its tokens are not in the vocabulary of the model, which has {vocabulary}"
+                f"a turn has a token that is not in the model's vocabulary of {vocabulary} tokens"
                 if sampled_ids
                 else "a turn is empty"
             )

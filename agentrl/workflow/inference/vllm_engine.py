@@ -1,7 +1,7 @@
 """The engine `vllm`: this process starts a vLLM server of its own, and samples with it as `openai_engine` does.
 
-The server listens at a free port of the loopback address, with a random key. It starts at the first turn, and again after it
-ended. It ends with the process that started it.
+The server listens at a free port of the loopback address, with a random key. It starts at the first turn, and is started again
+if it ends. It ends together with this process.
 """
 
 import os
@@ -70,7 +70,9 @@ def start(policy: Policy, settings: Settings) -> ServedEngine:
 
 
 class OwnServer:
-    """A vLLM server that this process starts and watches, with the client for its routes. `url` is that of the last start."""
+    """A vLLM server that this process starts and watches, with the client for its routes. `url` is its URL since the last
+    start.
+    """
 
     def __init__(self, policy: Policy, settings: Settings) -> None:
         self._policy, self._settings = policy, settings

@@ -1,6 +1,7 @@
 """The critic's value head: a linear layer on the body of the policy. Only the trainer has it; samplers never load it.
 
-Its weights are initialised to 0. So it predicts 0 before it is trained, and all processes start from the same weights.
+The head's weights are initialised to 0. So the head predicts 0 before it is trained, and all processes start from the same
+weights.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The sampler's forward pass: that of transformers' Llama, Mistral, Qwen2 and Qwen3, with fewer operations.
+"""The sampler's forward pass: it computes the same as transformers' Llama, Mistral, Qwen2 and Qwen3, with fewer operations.
 
 A decoding step computes little per operation, so its time depends on the number of operations. This pass has a fourth of the
 operations of transformers' modules:
@@ -8,7 +8,7 @@ operations of transformers' modules:
 - Query heads that share keys form one block.
 - Values that all layers use are computed once.
 
-It reads the weights of transformers' modules, and of copies that it makes of some of them. Other architectures, and models with
+The pass reads the weights of transformers' modules, and makes copies of some of them. Other architectures, and models with
 another kind of attention, run through their own modules.
 """
 

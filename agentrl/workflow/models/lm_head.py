@@ -1,12 +1,13 @@
 """Logprobs of chosen tokens without all logits: a language model's head, applied to a few hundred positions at a time.
 
-With 152,000 words, the logits of 4,096 tokens take 2.5 GB, and their gradient takes as much. An update needs the most memory
-here. So the head is applied only to the requested positions, in chunks. Only one chunk of (tokens, words) exists at a time.
+With a vocabulary of 152,000 tokens, the logits of 4,096 positions take 2.5 GB, and their gradient takes as much. This is the
+peak of an update's memory. So the head is applied only to the requested positions, in chunks. Only one chunk of (positions,
+vocabulary) exists at a time.
 
 The gradient needs no stored logits either. With p = softmax(W h / T), d logprob(t) / d h = (W[t] - p W) / T. This is one vector
-per token. It is computed together with the chunk, and the backward pass only scales it. If the head itself trains, d logprob(t)
-/ d W = (onehot(t) - p) h / T is as large as the chunk, so the backward pass computes each chunk again. An entropy bonus also
-needs the entropy's gradient, d H / d h = -(p (log p + H)) W / T. It is computed together with the chunk too.
+per position. It is computed together with the chunk, and the backward pass only scales it. If the head itself trains, d
+logprob(t) / d W = (onehot(t) - p) h / T is as large as the chunk, so the backward pass computes each chunk again. An entropy
+bonus also needs the entropy's gradient, d H / d h = -(p (log p + H)) W / T. It is computed together with the chunk too.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ def head_logprobs(
     """Compute the logprobs of the targets after the hidden states, with a gradient, and the entropies.
 
     Args:
-        head: (H) -> (V) words, with or without a bias, frozen or trained.
+        head: (H) -> (V), with or without a bias, frozen or trained.
         hidden: (N, H).
         targets: (N,) ids.
         temperature: the divisor of the logits.
@@ -68,7 +69,7 @@ def _scores(logits: Tensor, targets: Tensor, temperature: float, entropy_trains:
 
 
 class _Head(Function):
-    """The linear head and the softmax as one differentiable function; H hidden features, V words, N tokens."""
+    """The linear head and the softmax as one differentiable function; H hidden features, V token ids, N positions."""
 
     @staticmethod
     def forward(
@@ -160,7 +161,7 @@ def _softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: f
 
 
 def _logit_gradient(shares: Tensor, total: Tensor, targets: Tensor, scale: Tensor | float) -> Tensor:
-    """Compute (onehot(t) - p) * scale, (C, V), of a chunk. The result overwrites the shares.
+    """Compute (onehot(t) - p) * scale, (C, V), of a chunk. The result overwrites the probabilities.
 
     The 1 - p of a likely token is small. It is computed here, because the difference of two products in 16 bits would be noise.
     """

@@ -1,4 +1,4 @@
-"""Logprobs by teacher forcing: the logprob of every wanted token of a row, given the tokens before it.
+"""Logprobs by teacher forcing: the logprob of every wanted token of a training row, given the tokens before it.
 
 The model's body reads every token, and its head computes only the wanted positions (`models.lm_head`). Rows may have a common
 beginning, such as the prompt of a group's episodes. The model then reads this beginning once, and all of its rows use its keys
@@ -35,7 +35,7 @@ class Prefixes:
 
     Args:
         ids: (G, S).
-        mask: (G, S), 1 if there is a token.
+        mask: (G, S), 1 for a token and 0 for padding.
         of: (B,), the number of the prefix that each row continues.
     """
 
@@ -76,14 +76,15 @@ def token_logprobs(
 def line_logprobs(
     model: nn.Module, input_ids: Tensor, positions: Tensor, score_mask: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """Compute the logprobs (B, T - 1) of the wanted tokens on lines that pack several rows.
+    """Compute the logprobs (B, T - 1) of the wanted tokens on lines. A line is a tensor row that contains several training
+    rows, one after another (`training.packing`).
 
-    `keeps_apart(model)` must be True.
+    Call this function only if `keeps_apart(model)` is True, so that the training rows of a line do not attend to each other.
 
     Args:
         input_ids: (B, T).
-        positions: (B, T), the position of each token in its row, from 0.
-        score_mask: (B, T), True if the token's logprob is wanted. The first token of a row cannot be wanted.
+        positions: (B, T), the position of each token in its training row; the first token has 0.
+        score_mask: (B, T), True if the token's logprob is wanted. It must be False for the first token of a training row.
         temperature: the divisor of the logits.
     """
     causal = causal_model(model)
@@ -175,7 +176,7 @@ def shares_prefixes(model: nn.Module) -> bool:
 
 
 def keeps_apart(model: nn.Module) -> bool:
-    """Return True if rows that are packed on one line do not attend to each other. Each model is tested once."""
+    """Return True if training rows that are packed on one line do not attend to each other. Each model is tested once."""
     causal = causal_model(model)
     if causal not in _apart_models:
         training = causal.training

@@ -65,7 +65,7 @@ def resolve_model(name: str, dataset: str) -> str:
 
 
 def starting_policy(name: str, dataset: str) -> PolicyRef:
-    """Return the policy that an untrained base is.
+    """Return the `PolicyRef` of an untrained base.
 
     A local folder is hashed now. A hub model is hashed when a worker first loads it.
 
@@ -122,7 +122,8 @@ def refuse_existing(target: Path, overwrite: bool, how: str = "Pass --force") ->
     if not target.exists():
         return
     if not overwrite:
-        raise ConflictError(f"{str(target)!r} already contains a model.", f"{how} to replace it, or pass another.")
+        hint = f"{how} to replace it, or choose another folder or name."
+        raise ConflictError(f"{str(target)!r} already contains a model.", hint)
     if not (target / RECORD).is_file():
         raise ConflictError(f"{str(target)!r} was not made by agentrl (it holds no {RECORD}).", "Pass another folder.")
 

@@ -23,8 +23,8 @@ HEAD_CHUNK = 2**23
 COPY_LIMIT = 250_000_000
 """The number of parameters below which the sampler of a fully trained model stores its weights twice.
 
-It stores them as modules, and packed for its forward pass. The packed copy is then the sixth tensor of this size: the others
-are the modules, the trained copy, its gradient and two moments.
+The sampler stores its weights as modules, and a packed copy for its forward pass. The packed copy is then the sixth tensor of
+this size: the others are the modules, the trained copy, its gradient and two moments.
 """
 
 MICROBATCH_TOKENS = 1536

@@ -4,7 +4,7 @@ A decoding step multiplies few rows by all weights. `torch.nn.functional.linear`
 packs it once. The order of sums differs, so logprobs differ by rounding.
 
 torch's operations for this are private, and the processor features that they need depend on the dtype (bfloat16: AVX-512 or
-similar). So each process tests the operations once per dtype. It uses plain products if the operations are missing, raise an
+similar). So each process tests the operations once per dtype, and uses plain products if the operations are missing, raise an
 exception or return wrong numbers.
 """
 
@@ -53,8 +53,8 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 @cache
 def why_not_packed(dtype: torch.dtype) -> str:
-    """Return the reason why this process does not pack a dtype of `ROUNDING`; empty if it does, because the test product was
-    right.
+    """Return why this process does not pack weights of this dtype, which is one of `ROUNDING`. Empty if it packs them, because
+    the test product was right.
     """
     draw = torch.Generator().manual_seed(0)
     weight, bias, inputs = (torch.randn(size, generator=draw).to(dtype) for size in ((80, 48), (80,), (7, 48)))

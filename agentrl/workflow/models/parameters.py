@@ -65,9 +65,9 @@ def count_in_files(config: ModelConfig, folder: Path) -> Parameters | None:
 
 
 def count_in_headers(files: ModelFiles, rank: int, targets: Sequence[str]) -> Parameters | None:
-    """Count the parameters. Return None if there are none, or if the base is stored quantised.
+    """Count the parameters from the headers. Return None if the files list no weights, or if the base is stored quantised.
 
-    The shapes of a quantised base are those of packed numbers.
+    The headers of a quantised base have only the shapes of the packed numbers.
 
     Args:
         rank: the rank of LoRA; 0 trains all weights.

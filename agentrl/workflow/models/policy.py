@@ -73,7 +73,8 @@ class Policy:
         self.kind: Literal["lora", "full"] = "lora" if self.rank else "full"
         if self.kind == "lora" and config.sampler_dtype != "auto":
             raise ModelError(
-                "With LoRA the sampler shares the trainer's base.", "Set model.dtype instead of model.sampler_dtype."
+                "model.sampler_dtype has no effect with LoRA: the sampler shares the trainer's base.",
+                "Set model.dtype instead.",
             )
         self.max_context, self.vocabulary = loading.context_and_vocabulary(folder, config.trust_remote_code)
         by_device = config.dtype == "auto" and config.numerics != "exact"
@@ -399,7 +400,7 @@ def checked_weights(folder: Path, sha256: str) -> Path:
         )
     digest = sha256_file(file)
     if digest != sha256:
-        raise CheckpointError(f"{str(file)!r} has sha256 {digest[:12]}, the record says {sha256[:12]}: it was altered.")
+        raise CheckpointError(f"{str(file)!r} has sha256 {digest[:12]}, the record says {sha256[:12]}: the file was altered.")
     return file
 
 

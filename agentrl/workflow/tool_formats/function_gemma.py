@@ -26,7 +26,7 @@ def brace_format(name: str, start: str, end: str, quote: str, ends: tuple[str, .
         quote: the mark before and after a text.
         ends: special tokens that end a turn with calls.
     """
-    how = f"a call is {start}call:NAME{{key:{quote}text{quote}}}{end}"
+    how = f"a call must be {start}call:NAME{{key:{quote}text{quote}}}{end}"
 
     def read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, ...], int]:
         reader = CallReader(text, at + len(start), how, quote)

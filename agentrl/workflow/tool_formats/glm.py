@@ -19,7 +19,7 @@ END_VALUE = "</arg_value>"
 _NAME = re.compile(r"<tool_call>\s*+([^\s<>{]++)\s*+(?=<)")
 _KEY = re.compile(r"<arg_key>([^<>]*+)</arg_key>\s*+<arg_value>")
 _SPACE = re.compile(r"\s*+")
-_HOW = f"a call is {CALL}NAME, <arg_key>KEY</arg_key><arg_value>VALUE{END_VALUE} for each argument, {END_CALL}"
+_HOW = f"a call must be {CALL}NAME, <arg_key>KEY</arg_key><arg_value>VALUE{END_VALUE} for each argument, {END_CALL}"
 
 
 def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, ...], int]:

@@ -31,7 +31,7 @@ def _call(text: str, closed: bool, end: int) -> ToolCall:
     if not closed and not isinstance(call, dict):
         raise Unreadable(UNCLOSED, end)  # `12` may be the beginning of `123`
     if not why and not (isinstance(call, dict) and isinstance(call.get("name"), str) and call["name"]):
-        why = 'a call is an object with a "name" and "arguments"'
+        why = 'a call must be an object with a "name" and "arguments"'
     if why:
         raise Unreadable(why, end)
     tool_call = read_arguments(call["name"], call.get("arguments", call.get("parameters", {})))

@@ -15,7 +15,7 @@ from agentrl.workflow.trajectory import ToolCall
 START, END = "<|tool_call_start|>", "<|tool_call_end|>"
 _JSON = re.compile(r"\s*+(?=\[\s*+\{|\{)")
 _LIST = re.compile(r"\s*+(?=\[)")
-_HOW = f"after {START} stands a list, [name(arg=1), ...]"
+_HOW = f"after {START} there must be a list, [name(arg=1), ...]"
 
 
 def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, ...], int]:

@@ -12,7 +12,7 @@ from agentrl.workflow.tool_formats import Schema, ToolFormat, nothing_after
 from agentrl.workflow.trajectory import UNFINISHED, ToolCall
 
 MARK = "<|python_tag|>"
-_HOW = f'after {MARK} stands {{"name": ..., "parameters": {{...}}}}'
+_HOW = f'after {MARK} there must be {{"name": ..., "parameters": {{...}}}}'
 _OBJECT = re.compile(r"\s*+(?=\{)")
 _NEXT = re.compile(r"\s*+(?:;\s*+)?(?=\{)")
 
@@ -32,7 +32,7 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
 
 def _call(value: dict[str, object], end: int) -> ToolCall:
     if not isinstance(value.get("name"), str) or not value["name"]:
-        raise Unreadable('a call is an object with a "name" and "parameters"', end)
+        raise Unreadable('a call must be an object with a "name" and "parameters"', end)
     return make_call(value["name"], value.get("parameters", value.get("arguments", {})), end)
 
 

@@ -28,7 +28,7 @@ def list_format(name: str, *starts: str, end: str = "", space: str = "", marks: 
         space: the text between the mark and the list.
         marks: the marks that identify a template of this family; empty: the first of `starts`.
     """
-    how = f'after {starts[0]} stands a list, [{{"name": ..., "arguments": {{...}}}}]'
+    how = f'after {starts[0]} there must be a list, [{{"name": ..., "arguments": {{...}}}}]'
     begins = "|".join([re.escape(starts[0]), *(f"{re.escape(start)}(?=\\s*+\\[)" for start in starts[1:])])
 
     def read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, ...], int]:

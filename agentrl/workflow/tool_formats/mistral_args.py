@@ -22,9 +22,9 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
     opens = _NAME.match(text, begin)
     if opens is None:
         begun = _BEGUN_CALL.match(text, begin) is not None
-        raise Unreadable(UNFINISHED if begun else f"after {MARK} stand a name, {ARGUMENTS} and {{...}}", begin)
+        raise Unreadable(UNFINISHED if begun else f"after {MARK} there must be NAME{ARGUMENTS}{{...}}", begin)
     if not text.startswith("{", opens.end()):
-        raise Unreadable(UNFINISHED if opens.end() == len(text) else f"after {ARGUMENTS} stands an object", opens.end())
+        raise Unreadable(UNFINISHED if opens.end() == len(text) else f"after {ARGUMENTS} there must be an object", opens.end())
     arguments, end = scan_json(text, opens.end())
     return (make_call(unescape(opens[1]), arguments, end),), end
 

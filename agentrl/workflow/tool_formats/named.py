@@ -20,7 +20,7 @@ def _read(text: str, at: int, tools: Sequence[Schema]) -> tuple[tuple[ToolCall, 
     end = len(text) if close < 0 else close + len(END_CALL)
     opens = _OPENS.match(text, at, end)
     if opens is None:
-        raise Unreadable(f'a call begins with {CALL}"NAME">' if close >= 0 else UNFINISHED, end)
+        raise Unreadable(f'a call must begin with {CALL}"NAME">' if close >= 0 else UNFINISHED, end)
     inside = text[opens.end() : close if close >= 0 else end]
     try:
         arguments, why = decode_json(inside) if inside.strip() else ({}, "" if close >= 0 else UNFINISHED)

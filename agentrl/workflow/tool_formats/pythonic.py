@@ -114,7 +114,7 @@ class CallReader:
         while not self.take(")"):
             more = self.value(1) if self.take("**") else self._keyword()
             if not isinstance(more, dict):
-                raise self.wrong("after ** stands a dict")
+                raise self.wrong("after ** there must be a dict")
             for key in more.keys() & arguments.keys():
                 raise self.wrong(duplicate_key_message(key))
             arguments |= more

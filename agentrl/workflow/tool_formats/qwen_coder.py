@@ -35,7 +35,7 @@ _BEGUN_CALL = re.compile(r"(?:<tool_call>\s*+)?(?:<[a-z=]*+[^<>\n]*+)?\Z")
 _SPACE = re.compile(r"\s*+")
 _CONSTANTS = {"True": True, "False": False, "None": None}
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
-_HOW = "a call is <tool_call><function=NAME>, a <parameter=KEY>VALUE</parameter> for each argument, </function></tool_call>"
+_HOW = "a call must be <tool_call><function=NAME>, <parameter=KEY>VALUE</parameter> for each argument, </function></tool_call>"
 
 Kinds = frozenset[str]
 """The JSON types that the schema allows for a value; empty if they are unknown."""

@@ -1,6 +1,6 @@
-"""Trainers: a file here names what updates a policy, and what of a run it refuses. See `TrainerBackend`.
+"""Trainers. Each file of this folder defines a `TrainerBackend`: a class that updates policies, and a check of a run's options.
 
-It only names it, so that the command line can check a run's options without loading torch.
+Both are given by name and are not imported, so the command line can check a run's options without loading torch.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Our own trainer, for every algorithm: see `training.trainer`."""
+"""agentrl's own trainer, for every algorithm: see `training.trainer`."""
 
 from agentrl.workflow.trainers import TrainerBackend
 

@@ -1,11 +1,11 @@
-"""Advantages: how much better than expected each sampled token was. Pure functions of tensors; no model, episode or row.
+"""Advantages: how much better than expected each sampled token was. The functions are pure, and take only tensors.
 
 The tensors contain only the sampled tokens that train, one after another. Tokens between them, such as the text of a tool's
 result, are left out, so values, returns and advantages skip that text. (verl's REINFORCE++ multiplies the running return by the
 mask. There, a terminal reward does not reach the tokens before the last tool text.)
 
 Values, returns and advantages do not pass from one chain to another (`workflow.token_chains`). The reward of a chain's last
-token includes the rewards that come after the end of the chain.
+token includes the rewards of later steps of other chains.
 """
 
 import math
@@ -31,8 +31,8 @@ class TokenRewards:
         rewards: (N, T) float64. The last token of a step has the step's reward. The rewards that belong to no
             step are at the last token of each chain. If the KL is in the reward, kl_coef x KL is subtracted at each token.
         mask: (N, T), True for a token and False for padding.
-        turns: (N, T), the index of each token's step.
-        groups: (N,), the number of each episode's group.
+        turns: (N, T), the index of the step that sampled each token.
+        groups: (N,), an integer that identifies the group of each episode.
         values: (N, T) float64, the critic's prediction at each token: the sum of the rewards from this token on. None if the
             algorithm has no critic.
         outcomes: (N,) float64, each episode's recorded reward; None: the sum of its tokens' rewards. Use recorded rewards to
@@ -79,8 +79,7 @@ def group_relative(rewards: Tensor, epsilon: float = VERL_EPSILON) -> Tensor:
 
     Returns:
         (G,) float64. Equal rewards give exactly 0. In a group of one episode, the advantage is the reward, as in verl (mean 0,
-            std
-        1).
+            std 1).
 
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2 (outcome supervision).
     """
@@ -103,8 +102,7 @@ def relative_to_group(earned: TokenRewards, options: AlgorithmConfig) -> Advanta
 
     - "group" divides by the standard deviation of the group's rewards.
     - "batch" divides by the standard deviation of all rewards of the update. So a group with almost equal rewards is not
-        amplified
-      (TRL's `scale_rewards="batch"`; arXiv 2508.08221).
+      amplified (TRL's `scale_rewards="batch"`; arXiv 2508.08221).
     - "none" does not divide. This gives Dr.GRPO.
     """
     epsilon = TRL_EPSILON if options.convention == "trl" else VERL_EPSILON
@@ -126,11 +124,11 @@ def leave_one_out(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
 
 
 def best_of_group(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
-    """Return Pass@k's advantages: only the best episode of a group has one, all others have 0.
+    """Return Pass@k's advantages: 0 for all episodes of a group except the best one.
 
-    It is the best reward minus the second best, divided by the standard deviation of the group's rewards. If several episodes
-    share the best reward, all advantages are 0. Source: arXiv 2503.19595 (an unbiased gradient of the expected best of k), as
-    in verl.
+    The advantage of the best episode is its reward minus the second best reward, divided by the standard deviation of the
+    group's rewards. If several episodes share the best reward, all advantages are 0. Source: arXiv 2503.19595 (an unbiased
+    gradient of the expected best of k), as in verl.
     """
 
     def credit(rewards: Tensor) -> Tensor:
@@ -195,8 +193,9 @@ def returns_whitened(earned: TokenRewards, options: AlgorithmConfig) -> Advantag
 def gae(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
     """Return the advantages of generalised advantage estimation over sampled tokens. Advantages are whitened, returns are not.
 
-    delta_t = r_t + discount V_t+1 - V_t; A_t = delta_t + discount lambda A_t+1, 0 after the last. returns = A + V, before the
-    whitening. Source: arXiv 1506.02438, equations 11 to 16; whitening as in verl and OpenAI's lm-human-preferences.
+    delta_t = r_t + discount V_t+1 - V_t; A_t = delta_t + discount lambda A_t+1. V and A are 0 after the last token. The returns
+    are A + V, with A from before the whitening. Source: arXiv 1506.02438, equations 11 to 16; whitening as in verl and OpenAI's
+    lm-human-preferences.
     """
     values = _values(earned)
     advantages = _accumulate_backwards(earned, values, *_decays(options))
@@ -211,8 +210,8 @@ def turn_gae(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
     token has A_t = r_t + discount (V_k+1 + lambda A_k+1) - V_t, and earlier tokens have A_t = r_t + V_t+1 - V_t + lambda A_t+1.
 
     There is no discount inside a turn: time passes only between turns. So a turn's length does not change how far back a reward
-    reaches. The advantage of a token does not contain the KL penalty of earlier tokens. With discount and lambda 1 this equals
-    `gae`. returns = A + V at each token.
+    reaches. The advantage of a token does not contain the KL penalty of earlier tokens. With discount and lambda 1, the result
+    equals that of `gae`. The returns are A + V at each token.
 
     Source: after VAGEN's Bi-Level GAE, arXiv 2510.16907. There, the advantage of a turn's last token is A_k.
     """
@@ -241,8 +240,8 @@ def turn_gae(earned: TokenRewards, options: AlgorithmConfig) -> Advantages:
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Return (values - mean) / sqrt(variance + 1e-8) where the mask is True, and 0 elsewhere.
 
-    The mean and the unbiased variance are those of the values under the mask. Equal values give exactly 0, and so does a single
-    value.
+    The mean and the unbiased variance are those of the values under the mask. If all values are equal, or there is only one,
+    the result is exactly 0.
     """
     chosen = values[mask]
     if not len(chosen) or torch.equal(chosen, chosen[:1].expand_as(chosen)):

@@ -1,8 +1,8 @@
 """Demonstrations to train on: conversations, or questions with answers. `agentrl sft --dataset FILE.jsonl`
 
-A row is either a conversation (`messages` as in chat APIs, and `tools` if tools were offered), or a question (`question` or
-`prompt`) with an answer (`answer`, `response`, `completion`, or `chosen`). All turns of the assistant are learned. Other
-columns are ignored.
+A row of the dataset is either a conversation (`messages` as in chat APIs, and `tools` if tools were offered), or a question
+(`question` or `prompt`) with an answer (`answer`, `response`, `completion`, or `chosen`). The model learns all turns of the
+assistant. Other columns are ignored.
 """
 
 import json
@@ -21,7 +21,7 @@ from agentrl.workflow.trajectory import Message
 QUESTIONS = ("question", "prompt")
 ANSWERS = ("answer", "response", "completion")
 COLUMN_KINDS = ((*QUESTIONS, "messages"), (*ANSWERS, "chosen"))
-"""Of each kind, a row has one column."""
+"""The names of columns of two kinds: for the question, and for the answer. A row has one column of each kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def _messages(value: object) -> tuple[Message, ...]:
     if not any(by_assistant):
         raise ValueError("it has no assistant message")
     if by_assistant[0] or any(first and second for first, second in pairwise(by_assistant)):
-        raise ValueError("an assistant's message answers none that stands before it")
+        raise ValueError("each assistant message must follow a message of another role")
     last = max(index for index, own in enumerate(by_assistant) if own)
     return messages[: last + 1]
 
@@ -81,7 +81,7 @@ def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
         raise ValueError("'tools' must be a list of objects")
     functions = (tool.get("function") for tool in value)
     if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
-        raise ValueError("'tools': each must hold a 'function' with a 'name'")
+        raise ValueError("each object in 'tools' must have a 'function' with a 'name'")
     return tuple(value)
 
 

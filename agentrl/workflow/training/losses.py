@@ -17,7 +17,7 @@ from agentrl.workflow.config import AlgorithmConfig
 MAX_LOG_RATIO = 20.0
 """The bound of a token's log ratio, as in verl. Beyond it the exponential could overflow, and its gradient would be NaN."""
 MAX_SEQUENCE_LOG_RATIO = 10.0
-"""The cap of a sequence's log ratio, as in verl."""
+"""The upper bound of the log ratio of a whole training row, as in verl."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class Normaliser:
 
     Args:
         tokens: the number of trained tokens.
-        rows: the number of rows with at least one trained token.
+        rows: the number of training rows with at least one trained token.
         width: the most tokens that an episode may sample, a constant of the run. Some aggregations divide by it.
-        episodes: the number of episodes that the rows belong to. The weights of an episode's rows sum to 1. With 0, each row
+        episodes: the number of episodes that the rows belong to. The weights of an episode's rows sum to 1. If 0, each row
             counts as an episode.
     """
 
@@ -39,7 +39,7 @@ class Normaliser:
 
     @property
     def sequences(self) -> int:
-        """The sum of the rows' weights."""
+        """The number of episodes, which equals the sum of the rows' weights."""
         return self.episodes or self.rows
 
 
@@ -77,8 +77,8 @@ class TokenBatch:
 class LossTerms:
     """A microbatch's share of the minibatch's loss (a scalar with a gradient), and sums for the metrics.
 
-    `sums` are sums over trained tokens, by metric. A sum divided by the minibatch's number of tokens is the metric of that
-    name.
+    `sums` are sums over trained tokens, by metric. A sum divided by the minibatch's number of trained tokens is the metric of
+    that name.
     """
 
     loss: Tensor
@@ -253,7 +253,7 @@ def importance_weights(
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Return the KL estimate `logprobs - reference`, (B, T). It is unbiased, has high variance and can be negative.
 
-    Its expected gradient is 0, so it is of use only in rewards.
+    Its expected gradient is 0, so the estimate is useful only in rewards.
     """
     return logprobs - reference
 
@@ -279,20 +279,22 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 KL: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3-corrected": k3}
 """The KL estimators by name.
 
-`k3-corrected` is k3 times the ratio in the loss. This corrects its gradient for tokens of older weights, as TRL's
-`use_bias_correction_kl` does (DeepSeek-V3.2, arXiv 2512.02556).
+`k3-corrected` is k3 times the ratio in the loss. The ratio corrects the gradient of k3 for tokens that were sampled with older
+weights, as TRL's `use_bias_correction_kl` does (DeepSeek-V3.2, arXiv 2512.02556).
 """
 
 
 def aggregate(per_token: Tensor, mask: Tensor, name: str, normaliser: Normaliser, weights: Tensor | None = None) -> Tensor:
-    """Return a microbatch's share of the masked aggregation `name` of (B, T) values.
+    """Combine a microbatch's losses per token, (B, T), by the method `name`. Return the microbatch's part of the minibatch's
+    loss.
 
-    The shares add up to the minibatch's loss. The names are `token-mean` (DAPO), `seq-mean-token-mean` (the GRPO paper),
-    `seq-mean-token-sum`, and Dr.GRPO's
-    `seq-mean-token-sum-norm`: the sum divided by sequences x T, as verl 0.9.1 and TRL do.
+    The minibatch's loss is the sum of the parts of its microbatches. The methods are `token-mean` (DAPO), `seq-mean-token-mean`
+    (the GRPO paper), `seq-mean-token-sum`, and Dr.GRPO's `seq-mean-token-sum-norm`: the sum divided by (number of episodes x
+    `normaliser.width`), as in verl 0.9.1 and TRL.
 
-    In `token-mean`, every token has the same weight. In all others, every episode has the same weight: a sequence is an
-    episode, and the `weights` (B,) of its rows (one per chain) sum to 1.
+    In `token-mean`, every token has the same weight. In the other methods, every episode has the same weight: `seq` in their
+    names means an episode. An episode has one training row for each of its chains, and `weights` (B,) says which share of its
+    episode each row has. The shares of an episode's rows sum to 1.
     """
     values = torch.where(mask, per_token, 0.0)
     if weights is not None and name != "token-mean":

@@ -1,4 +1,4 @@
-"""The conversion of a policy to one plain model: its LoRA is added to its base, and a quantised base is dequantised."""
+"""The conversion of a policy to one plain model: its LoRA adapter is added to its base, and a quantised base is dequantised."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ def merge(
     ref: PolicyRef, config: ModelConfig, manifest: Mapping[str, Any], target: Path, device: str, threads: int
 ) -> dict[str, Any]:
     """Make a model folder from a stored policy. Return the record of the folder's origin. Raise ModelError if the base cannot
-    be loaded, the base is not the run's, or the disk has no room for the new model. Raise CheckpointError if the policy's
+    be loaded, differs from the run's base, or the disk has no room for the new model. Raise CheckpointError if the policy's
     weights differ from the recorded ones.
 
     Args:

@@ -1,7 +1,8 @@
 """The last checkpoint of an offline training (`sft`, `dpo`), from which a killed training continues.
 
-It is in the folder `.NAME.training`, next to the model `NAME`, and removed when the model is written. The random draws of a
-step depend only on the step's number, so weights, optimizer state and the number of steps suffice.
+The checkpoint is in the folder `.NAME.training`, next to the model `NAME`, and is removed when the model is written. The random
+draws of an optimizer step depend only on the step's number. So the checkpoint stores only the weights, the optimizer's state
+and the number of steps.
 """
 
 import fcntl
@@ -28,7 +29,7 @@ from agentrl.workflow.errors import BrokenCheckpoint, CheckpointError, ConflictE
 from agentrl.workflow.training.optimizer import LossScale, optimizer_state, set_optimizer_state
 
 AGAIN_HINT = "type the same command again"
-INTERRUPTED_HINT = "Type its command again to continue it, or pass --force to start again."
+INTERRUPTED_HINT = "To continue that training, type its command again. To start a new one, pass --force."
 MIN_SECONDS_APART = 60.0
 """The least time between two checkpoints, in seconds, if no number of steps is set."""
 MAX_TIME_SHARE = 20
@@ -67,7 +68,7 @@ class Resumable:
     Args:
         folder: the folder of the last checkpoint; it need not exist.
         key: the hash of recipe, model and data. A checkpoint with a different key belongs to another training.
-        every: the number of steps from one checkpoint to the next. None: the time decides, by `MIN_SECONDS_APART` and
+        every: the number of optimizer steps from one checkpoint to the next. None: the time decides, by `MIN_SECONDS_APART` and
             `MAX_TIME_SHARE`.
         clock: the time at which chat templates rendered the training's examples; None if nothing was rendered.
     """
@@ -219,7 +220,7 @@ def _check(last: Path, key: str, target: Path) -> None:
         raise _unusable(last) from error
     recorded_key, done, steps = read_progress(last)
     if recorded_key != key:
-        message = f"A training of another recipe, model or data was interrupted at step {done} of {steps} of {str(target)!r}."
+        message = f"A training of {str(target)!r} with another recipe, model or data was interrupted at step {done} of {steps}."
         raise ConflictError(message, INTERRUPTED_HINT)
 
 
@@ -243,7 +244,7 @@ def _lock_folder(place: Path, target: Path) -> Iterator[None]:
         if isinstance(error, BlockingIOError):
             os.close(lock)
             message = f"Another process is making the model {str(target)!r}."
-            raise ConflictError(message, "Wait for its end, or pass another --name.") from error
+            raise ConflictError(message, "Wait until that process has ended, or pass another --name.") from error
     try:
         yield
     finally:

@@ -43,7 +43,7 @@ class ProgressListener(Protocol):
         """Receive the size of the training before its first step.
 
         Args:
-            parameters: the number of parameters of the model and of those that train.
+            parameters: the number of the model's parameters, and how many of them train.
             steps: the number of all steps.
             done: the number of steps that an interrupted training has already done.
         """
@@ -71,7 +71,7 @@ SILENT: ProgressListener = _SilentProgress()
 
 
 BETAS, WEIGHT_DECAY = (0.9, 0.98), 0.01
-"""The options of the optimizer."""
+"""The betas and the weight decay of the optimizer."""
 
 BATCH_SIZE = 16
 """The default number of examples per step."""
@@ -88,7 +88,8 @@ class Recipe:
         steps: the number of optimizer steps.
         batch_size: the examples per step.
         learning_rate: the highest learning rate.
-        seed: decides the new weights, the demonstrations that a dataset makes, the order, and which examples are held out.
+        seed: decides the initial values of new weights, the demonstrations that a dataset makes, the order of the examples, and
+            which examples are held out.
         gradient_accumulation_steps: the least number of pieces that a step's examples are split into. It does not change the
             gradient.
         held_out: the share of the examples that are held out: their loss is measured, and they are not learned.
@@ -118,7 +119,8 @@ class Start:
         model: the section `model` of the run's config.
         policy: the weights to start from.
         temperature: the temperature at which the episodes were sampled. The training divides logits by the same temperature. So
-            only the choice of episodes changes the policy: training on all samples of a policy would not change it on average.
+            only the choice of episodes changes the policy: training on all samples of a policy would not change the policy on
+            average.
         manifest: the run's manifest, with its hashes of tokenizer and template.
     """
 
@@ -137,7 +139,7 @@ class TrainedModel:
     """A model that an offline training made.
 
     Args:
-        recipe: the recipe that made it.
+        recipe: the recipe of the training.
         examples: the number of examples that it learned from.
         left_out: the number of examples that were left out, by reason.
         metrics: the metrics of the last step.
@@ -158,9 +160,9 @@ class Objective(Generic[T]):
         rows: a function that returns an example's rows.
         weight: a function that returns an example's weight. A batch's loss is the sum of its examples' losses, divided by the
             sum of their weights.
-        terms: a function that returns sums over examples by name; `loss` is the first and carries the gradient. Its first
-            argument is the examples. Its second has, for each example, a tensor (rows,) with the summed logprob of each of the
-            example's rows, in nats.
+        terms: a function that returns sums over examples by name; `loss` is the first and carries the gradient. The first
+            argument of the function is the examples. The second has, for each example, a tensor (rows,): for each of the
+            example's rows, the sum of the logprobs, in nats.
         temperature: the divisor of the logits.
     """
 
@@ -172,7 +174,9 @@ class Objective(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """A module to train, and what its folder needs besides the weights. `policy` is set if the module belongs to a policy."""
+    """A module to train, and the values besides the weights that its model folder needs: the chat format, `lora` or `full`, and
+    the context window in tokens. `policy` is set if the module belongs to a policy.
+    """
 
     module: Any
     chat: Chat
@@ -188,7 +192,9 @@ def make_learner(policy: Policy) -> Learner:
 
 
 def load_learner(start: Start, device: str, threads: int) -> Learner:
-    """Load the model that learns. Raise ModelError if that fails, CheckpointError if its weights differ."""
+    """Load the model that learns. Raise ModelError if the model cannot be loaded, CheckpointError if its weights differ from
+    the recorded ones.
+    """
     return make_learner(open_with_weights(start.policy, start.model, start.manifest, device, threads))
 
 
@@ -362,7 +368,7 @@ def backoff_over_rows(
         rows: a function that returns an example's rows.
         tokens: the most tokens of a piece, padding included.
         at_least: the least number of pieces; with fewer examples, each example is a piece.
-        apart: whether several rows may be packed on one line.
+        apart: whether several training rows may be packed into one tensor row (`training.packing`).
     """
 
     def extent(piece: Sequence[T]) -> int:
@@ -391,7 +397,9 @@ def schedule(step: int, steps: int) -> float:
 
 
 def batches(rows: int, size: int, seed: int) -> Iterator[list[int]]:
-    """Yield batches of row numbers without end. Each pass has every row once, in a new order that the seed decides."""
+    """Yield batches of numbers from 0 to `rows` - 1, without end. Each pass has every number once, in a new order that the seed
+    decides.
+    """
     rng = random.Random(f"sft order {seed}")
     while True:
         order = rng.sample(range(rows), rows)

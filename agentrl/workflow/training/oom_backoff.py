@@ -1,4 +1,4 @@
-"""Work on items that do not all fit into memory: they are split into pieces, and into smaller pieces if memory runs out.
+"""Work on items that may not all fit into memory: the items are split into pieces, and into smaller pieces if memory runs out.
 
 Write `for attempt in backoff.attempts(rows):` and, in the loop, `with attempt as microbatches:`. Each attempt runs the block of
 the `with` statement again from its beginning.
@@ -19,7 +19,7 @@ Pieces = Sequence[Sequence[T]]
 
 @dataclass(slots=True)
 class OomBackoff(Generic[T]):
-    """A splitter of items into pieces that fit into memory. It does not try a size again at which memory ran out.
+    """A splitter of items into pieces that fit into memory. A size at which memory ran out is not tried again.
 
     Args:
         tokens: the most tokens of a piece, padding included; it is lowered after each failed attempt.

@@ -38,8 +38,7 @@ def make_optimizer(
     """Make the optimizer that the config names.
 
     `adamw` is AdamW (arXiv 1711.05101) as one fused kernel per parameter, which makes no copies. `adamw_8bit` stores the
-    moments
-    of large parameters in 8 bits (arXiv 2110.02861).
+    moments of large parameters in 8 bits (arXiv 2110.02861).
     """
     if name == "adamw":
         return torch.optim.AdamW(parameters.values(), lr=learning_rate, betas=betas, weight_decay=weight_decay, fused=True)
@@ -128,14 +127,14 @@ def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, n
 def set_optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Copy a state of `optimizer_state` into the optimizer. Raise CheckpointError if it does not fit."""
+    """Copy a state that `optimizer_state` returned into the optimizer. Raise CheckpointError if the state does not fit."""
     states: dict[str, dict[str, Tensor]] = {}  # of no parameter that was left alone so far
     for key, tensor in tensors.items():
         name, _, moment = key.rpartition(":")
         states.setdefault(name, {})[moment] = tensor
     for name, state in states.items():
         if name not in parameters or not _state_fits(optimizer, parameters[name], state):
-            raise CheckpointError("The optimizer's state in the checkpoint is of another model or optimizer.")
+            raise CheckpointError("The optimizer's state in the checkpoint belongs to another model or optimizer.")
     for name, state in states.items():
         parameter = parameters[name]
         whole = isinstance(optimizer, torch.optim.AdamW)
@@ -161,8 +160,8 @@ def _state_fits(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, state
 def learning_rate_share(options: UpdateConfig, iteration: int, iterations: int) -> float:
     """Return the factor of the learning rate in an iteration, from 0 to 1. Iterations are counted from 0 here.
 
-    The factor rises over the first `warmup` iterations. The next iteration has the factor 1. With a decay, the factor then
-    falls and would be 0 in the iteration after the last one.
+    The factor rises over the first `warmup` iterations. In the first iteration after the warm-up, the factor is 1. With a
+    decay, the factor then falls and would be 0 in the iteration after the last one.
     """
     if iteration < options.warmup:
         return (iteration + 1) / (options.warmup + 1)
@@ -175,8 +174,8 @@ def learning_rate_share(options: UpdateConfig, iteration: int, iterations: int) 
 def next_kl_coef(coef: float, kl: float, episodes: int, options: AlgorithmConfig) -> float:
     """Return the weight of the KL for the next update, from the KL to the reference in this one (`kl`, in nats per token).
 
-    It is coef (1 + clip(kl / target - 1, +-0.2) episodes / horizon). Without a target the weight does not change. Source:
-    Ziegler et al., arXiv 1909.08593, section 2.2.
+    The new weight is coef (1 + clip(kl / target - 1, +-0.2) episodes / horizon). Without a target, the weight does not change.
+    Source: Ziegler et al., arXiv 1909.08593, section 2.2.
     """
     if options.kl_target is None:
         return coef

@@ -1,4 +1,6 @@
-"""Packing of several rows on one line, without attention between them. Rows of unequal length then need less padding."""
+"""Packing of several training rows into one tensor row, called a line, without attention between the training rows. Rows of
+unequal length then need less padding.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +13,13 @@ from agentrl.workflow.training.training_rows import PAD_ID, Row
 
 @dataclass(frozen=True, slots=True)
 class PackedLines:
-    """Packed rows as tensors, each (B, T).
+    """Training rows, packed into B lines of up to T tokens. Each tensor is (B, T).
 
     Args:
         input_ids: the token ids.
-        positions: the position of each token in its row; 0 for padding.
+        positions: the position of each token in its training row; 0 for padding.
         score_mask: True if the token trains.
-        owner: the number of the row that each token belongs to.
+        owner: the number of the training row that each token belongs to.
     """
 
     input_ids: Tensor
@@ -27,7 +29,9 @@ class PackedLines:
     rows: int
 
     def sums(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` (B, T - 1), one per token but each line's first, over each row's scored tokens."""
+        """Return one sum per training row: the sum of `values` over the row's scored tokens. `values` is (B, T - 1); the first
+        token of a line has no value.
+        """
         score_mask = self.score_mask[:, 1:]
         return values.new_zeros(self.rows).index_add(0, self.owner[:, 1:][score_mask], values[score_mask])
 

@@ -6,8 +6,8 @@ under the reference). A logprob is summed over the tokens that the episode sampl
 - "start": the weights that the training starts from. They score all pairs once, and the margin begins at 0.
 - "sampler": the logprobs that are stored with the tokens. The two episodes of a pair may then have different references.
 
-The metric `margin` is the mean difference between the two implicit rewards of a pair. `accuracy` is the share of pairs with a
-margin above 0.
+The metric `margin` is the mean, over the pairs, of the difference between the two implicit rewards. `accuracy` is the share of
+pairs with a margin above 0.
 """
 
 from collections import Counter
@@ -120,7 +120,7 @@ def dpo(
     ]
     if not both:
         raise StateError(
-            f"In none of {len(pairs)} pairs did both episodes sample a token to learn from.", "agentrl episodes RUN"
+            f"None of {len(pairs)} pairs has sampled tokens in both episodes.", "See the episodes: agentrl episodes RUN"
         )
     recipe = recipe or recipe_for(len(both), PASSES, 1e-4)
     check_optimizer(recipe.optimizer, pick_device(device))

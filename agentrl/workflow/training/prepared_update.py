@@ -85,9 +85,9 @@ class PreparedUpdate:
 
     Args:
         tokens: the layout of the tokens of all used episodes.
-        minibatches: one per optimizer step of a pass, at least one.
-        beside: metrics that each step repeats.
-        whole: metrics of the update that no step has.
+        minibatches: one for each optimizer step of a pass over the rows; at least one.
+        beside: metrics of the update that the report of each optimizer step repeats.
+        whole: metrics that only the report of the complete update has.
         advantages, dropped: see `Update`.
     """
 
@@ -161,7 +161,7 @@ class UpdatePreparation:
         constants, credited, beside = self._credit_tokens(tokens, usable_groups, idle, critic, kl_coef)
         advantages = episode_advantages(credited, tokens)
         if not all(map(math.isfinite, advantages.values())):  # nothing of it can be learned, or written down
-            return Update(dropped=dropped, skipped="an advantage is no finite number", bad=True)
+            return Update(dropped=dropped, skipped="an advantage is not a finite number", bad=True)
         dropped |= _idle_reasons(usable_groups, {DIFFERENT: strayed, CUT_OFF: cut_off - strayed})
         minibatches = self._minibatches(tokens, idle, constants.advantages)
         if not minibatches:

@@ -2,7 +2,8 @@
 
 A rank computes the gradient of its rows. Losses are divided by the counts of the complete minibatch (`losses.Normaliser`), so
 the sum of the ranks' gradients is the gradient of the minibatch. Each rank then takes the same optimizer step. No rank waits
-for another inside a microbatch, so a rank that runs out of memory cuts its own microbatches smaller, and the others only wait.
+for another inside a microbatch. So if a rank runs out of memory, it splits its rows into smaller microbatches, and the other
+ranks only wait longer.
 """
 
 import json
@@ -58,12 +59,12 @@ class Ranks:
         return [row for row in rows if dealt[row.key] == self.rank]
 
     def dropout_key(self, key: str) -> str:
-        """Return the key of this rank's dropout masks. Rank 0 has those of a process that trains alone."""
+        """Return the key of this rank's dropout masks. Rank 0 uses the same masks as a process that trains alone."""
         return f"{key}|rank {self.rank}" if self.rank else key
 
     @torch.no_grad()
     def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace each gradient by the sum over the ranks. A parameter without a gradient on every rank keeps none."""
+        """Replace each gradient by the sum over the ranks. A parameter for which no rank has a gradient keeps none."""
         if self.count == 1:
             return
         trained = list(parameters)
@@ -79,13 +80,13 @@ class Ranks:
                 one.grad = gradient.copy_(part.view_as(gradient))
 
     def add_values(self, values: Tensor) -> Tensor:
-        """Return the sum of the ranks' tensors, which have the same shape and dtype."""
+        """Return the sum over the ranks of `values`, which has the same shape and dtype on each rank."""
         if self.count > 1:
             dist.all_reduce(values)
         return values
 
     def add_sums(self, sums: Metrics) -> dict[str, float]:
-        """Combine the ranks' sums of metrics as `add_up` does, in the order of the ranks. A rank may have none."""
+        """Combine the ranks' sums of metrics as `add_up` does, in the order of the ranks. The sums of a rank may be empty."""
         if self.count == 1:
             return dict(sums)
         data = json.dumps(dict(sums)).encode()

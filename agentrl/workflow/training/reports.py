@@ -26,7 +26,7 @@ class Update:
             With max_staleness > 0: `staleness`, in versions.
         steps: the same metrics per optimizer step.
         advantages: the mean advantage over an episode's tokens, by the id of each used episode.
-        dropped: by slot, the reason why a group, or some of its finished episodes, were not used.
+        dropped: by the group's `slot`, the reason why the group, or some of its finished episodes, were not used.
         skipped: the reason why the weights were not updated; None if they were.
         bad: whether a value was not finite. The weights in memory may then be wrong, and the caller loads the last checkpoint.
         costs: the cost of the update: `tflops` and, on a GPU, `peak_memory_bytes` and `mfu` (see `training.update_cost`).

@@ -63,7 +63,9 @@ class RowScorer:
     def score(
         self, model: nn.Module, rows: Sequence[Row], critic: nn.Linear | None, trains: bool = False
     ) -> tuple[Microbatch, Scores]:
-        """Lay out the rows as a microbatch, score it, and return both. `trains`: keep the gradients that the loss needs."""
+        """Return the rows as a microbatch, and the scores of its tokens. If `trains` is True, the scores have the gradients
+        that the loss needs.
+        """
         self._ranks.report_progress()
         batch = collate(rows, self._policy.device, self._share)
         self.cost.add(rows, batch.prefixes is not None, torch.is_grad_enabled())

@@ -265,7 +265,9 @@ def texts_of(samples: Iterable[Demonstration | None]) -> list[str]:
 
 
 def segments_of(chat: Chat, demonstration: Demonstration) -> Segments:
-    """Return the demonstration's ids, laid out like an episode's. Raise DatasetError if the template cannot continue it."""
+    """Return the demonstration's ids, laid out like an episode's. Raise DatasetError if the chat template cannot continue one
+    of its turns token for token.
+    """
     segments: Segments = []
     pending: list[Message] = []
     for message in demonstration.messages:
@@ -277,7 +279,7 @@ def segments_of(chat: Chat, demonstration: Demonstration) -> Segments:
         else:
             ids, reason = chat.opening(pending, demonstration.tools), ""
         if ids is None:
-            raise DatasetError(f"This demonstration cannot be written as one row of tokens: {reason}.")
+            raise DatasetError(f"This demonstration cannot be written as one sequence of tokens: {reason}.")
         segments += [(ids, False), (chat.turn(message, demonstration.tools), True)]
         pending = []
     return segments

@@ -1,9 +1,9 @@
 """One update of a policy: from groups of finished episodes to new weights, or to unchanged weights and the reason.
 
-An update is split into minibatches (one optimizer step each), and these into microbatches (one forward and backward pass each).
-The split into microbatches changes memory and time, never the gradient. A result that is not finite is never published: the
-update reports the reason, and the weights are restored or loaded again. All orders follow from the order of the groups, so an
-update can be repeated.
+An update is split into minibatches (one optimizer step each), and each minibatch into microbatches (one forward and backward
+pass each). The split into microbatches changes memory and time, never the gradient. A result that is not finite is never
+published: the update reports the reason, and the weights are restored or loaded again. All orders follow from the order of the
+groups, so an update can be repeated.
 """
 
 import json
@@ -95,10 +95,11 @@ class Trainer:
     Args:
         policy: the policy whose trainable weights are updated; its lock is held during an update.
         iterations: the run's number of iterations; only needed if the learning rate falls to 0 at their end.
-        ranks: the ranks that make the update together, each with a trainer. They have the same policy, and get the same calls.
+        ranks: the ranks that make the update together, each with a trainer. All of these trainers have the same policy, and get
+            the same calls.
 
     Raises:
-        ConfigError: the algorithm does not read one of the options.
+        ConfigError: an option is set that the algorithm does not use.
     """
 
     def __init__(self, policy: Policy, config: RunConfig, iterations: int = 0, ranks: Ranks = ALONE) -> None:
@@ -122,8 +123,8 @@ class Trainer:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def update(self, groups: Sequence[Group], iteration: int) -> Update:
-        """Update the policy on the groups' trainable episodes. Raise InfraError if memory does not suffice even for one row at
-        a time, or for the optimizer's moments. Raise RewardError if an episode's reward is not a finite number.
+        """Update the policy on the groups' trainable episodes. Raise InfraError if memory does not suffice even for one
+        training row at a time, or for the optimizer's moments. Raise RewardError if an episode's reward is not a finite number.
         """
         started = time.perf_counter()
         with self._policy.lock, return_freed_memory(self._policy.device, self._config.lean):
@@ -151,7 +152,7 @@ class Trainer:
         )
 
     def preview(self, groups: Sequence[Group], iteration: int) -> UpdatePreview:
-        """Take the first step of the update, report it, and undo it. Raises as `update` does."""
+        """Make the first optimizer step of the update, report it, and undo it. Raises as `update` does."""
         with self._policy.lock, return_freed_memory(self._policy.device, self._config.lean):
             self._set_rates(iteration)
             prepared = self._preparation.prepare(groups, iteration, self._critic, self.kl_coef)
@@ -262,14 +263,14 @@ class Trainer:
     def _require_enough_samples(self, share: float) -> None:
         if self._loss.importance is not None and share < MIN_EFFECTIVE_SAMPLE_SIZE:
             raise Unusable(
-                f"sampler and trainer differ so much that the weights of its tokens are worth {share:.1%} of them; an update "
-                f"needs {MIN_EFFECTIVE_SAMPLE_SIZE:.0%} (algorithm.importance)"
+                "the logprobs of sampler and trainer differ too much: the importance weights of a minibatch leave an effective "
+                f"sample size of {share:.1%}, and an update needs {MIN_EFFECTIVE_SAMPLE_SIZE:.0%} (algorithm.importance)"
             )
 
     def _require_finite_weights(self) -> None:
         # One tensor, so that the CPU waits for the device once, not for each parameter.
         if not bool(torch.stack([parameter.isfinite().all() for parameter in self._parameters.values()]).all()):
-            raise NotFinite("the step left weights that are not finite")
+            raise NotFinite("some weights are NaN or infinite after the optimizer step")
 
     def _set_rates(self, iteration: int) -> None:
         share = learning_rate_share(self._config.update, iteration, self._iterations)

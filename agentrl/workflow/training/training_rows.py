@@ -1,18 +1,19 @@
-"""The conversion of episodes to tensors. Each chain of an episode is one training row.
+"""The conversion of episodes to tensors. Each chain of an episode (`workflow.token_chains`) is one training row.
 
 The row of a later chain begins with the tokens that it shares with another chain; these train only in that other row. Every row
 has the advantage of its episode. Rows are padded on the right and grouped by length, or by a common beginning.
 
-All tensors have the positions of `input_ids`. A logprob of token t is predicted from the tokens before t. So a logprob tensor
-of shape (B, T - 1) belongs to columns `[:, 1:]` of the other tensors.
+Column t of a (B, T) tensor belongs to token t of `input_ids`. A logprob of token t is predicted from the tokens before t. So a
+logprob tensor of shape (B, T - 1) belongs to columns `[:, 1:]` of the other tensors.
 
-If that saves work, a microbatch contains a group's prompt once. Then each line begins with the last token before the first
-trained one.
+A line is a row of a microbatch's tensors, and contains one training row. If this saves work, a beginning that several training
+rows have in common, such as a group's prompt, is stored only once. Their lines then begin with the last token before the first
+trained token.
 
 Values of trained tokens are stored flat, (tokens,), row after row (`TokenLayout`). There are two views of them:
 
 - by episode, (N, T), for advantages: the trained tokens of each episode, one after another
-- on the lines of a microbatch, (B, T - 1), for the model: between other tokens
+- on the lines of a microbatch, (B, T - 1), for the model: at their places between the tokens that do not train
 
 Each view has a mask: `pad(values, mask)` lays flat values out, and `padded[mask]` is flat again.
 """
@@ -84,8 +85,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """The rows of one forward and backward pass. Tensors have the shape (B, T), a row per line, unless another shape is given.
-    `prefixes` are the common beginnings of the lines; None if every line is complete. `weights` is (B,), the rows' weights.
+    """B training rows as tensors, for one forward and backward pass. Each tensor is (B, T), except `weights` (B,): the share of
+    each training row in its episode. If `prefixes` is None, the tensors contain the complete rows. Otherwise, `prefixes`
+    contains the beginnings of the rows, and the tensors contain only the tokens after them.
     """
 
     prefixes: Prefixes | None
@@ -328,12 +330,12 @@ class TokenLayout:
 
 
 def _check(episode: Episode) -> None:
-    """Raise RewardError if a reward of the episode is missing or not finite, StateError if it has no step."""
+    """Raise RewardError if a reward of the episode is missing or not finite, StateError if the episode has no step."""
     if not episode.steps:
         raise StateError(f"Episode {episode.id} is done and has no step.")
     rewards = [episode.reward, *(step.reward for step in episode.steps)]
     if not all(reward is not None and math.isfinite(reward) for reward in rewards):
-        raise RewardError(f"Episode {episode.id} has a reward that cannot be credited: {', '.join(map(str, rewards))}.")
+        raise RewardError(f"Episode {episode.id} has a reward that is not a finite number: {', '.join(map(str, rewards))}.")
 
 
 def _fill_rewards(episode: Episode, rewards: Tensor, turns: Tensor, chains: Tensor) -> None:

@@ -38,7 +38,7 @@ LOSSES: Mapping[str, Mapping[str, str]] = {
 def check_run(config: RunConfig) -> None:
     """Refuse a run that TRL cannot train.
 
-    If the run has a `broker_url`, the installation of TRL is not checked: its workers may have packages that this machine
+    If the run has a `broker_url`, the installation of TRL is not checked: the run's workers may have packages that this machine
     lacks. Raise ConfigError if TRL cannot train the run; the message has the reason.
     """
     check_trl(config)
@@ -66,7 +66,7 @@ def check_trl(config: RunConfig) -> None:
 
 
 def grpo_options(config: RunConfig) -> dict[str, Any]:
-    """Return the options of the loss as fields of `trl.GRPOConfig`. Those of the KL are left to `training.trl_trainer`."""
+    """Return the options of the loss as fields of `trl.GRPOConfig`. The options of the KL are set in `training.trl_trainer`."""
     options, limits = resolve_options(config.algorithm), config.rollout
     fields = {
         "loss_type": _loss_type(options),
@@ -95,7 +95,7 @@ def _refusals(config: RunConfig) -> Iterator[str]:
         yield "update.batch_size, since TRL's minibatches must be equal, and an iteration may lose groups"
     for name in ("max_kl", "max_sampler_difference"):
         if getattr(update, name) is not None:
-            yield f"update.{name}, which TRL has not"
+            yield f"update.{name}, which TRL does not have"
     if update.mask_truncated:
         yield "update.mask_truncated, since TRL sees a limit only where a turn lacks its end token"
     if update.epochs > 1 and config.model.lora_dropout:
@@ -106,7 +106,7 @@ def _refusals(config: RunConfig) -> Iterator[str]:
 
 def _algorithm_refusals(options: AlgorithmConfig) -> Iterator[str]:
     if options.convention != "trl":
-        yield f"algorithm.convention={options.convention}, where TRL computes in its own"
+        yield f"algorithm.convention={options.convention}, since TRL supports only the convention trl"
     if _loss_type(options) is None:
         yield _no_loss(options)
     if options.kl_coef and (options.kl_in, options.kl_estimator[:2]) != ("loss", "k3"):
@@ -116,7 +116,7 @@ def _algorithm_refusals(options: AlgorithmConfig) -> Iterator[str]:
     if options.importance in ("truncate", "mask"):
         yield f"algorithm.importance={options.importance}, since TRL corrects for another sampler only with vLLM"
     if options.kl_target is not None:
-        yield "algorithm.kl_target, where TRL's weight of the KL stays"
+        yield "algorithm.kl_target, since TRL's weight of the KL is constant"
     if options.entropy_coef and options.aggregation != "token-mean":
         yield f"algorithm.entropy_coef with aggregation={options.aggregation}, where TRL's bonus is a mean over tokens"
 
@@ -127,7 +127,7 @@ def _episode_refusals(config: RunConfig) -> Iterator[str]:
     if config.rollout.max_staleness:
         yield "rollout.max_staleness above 0, since TRL corrects for an older sampler only with vLLM"
     if config.rollout.group_size < 2:
-        yield "rollout.group_size=1, where TRL compares the episodes of a group"
+        yield "rollout.group_size=1, since TRL compares the episodes of a group"
 
 
 def _is_sequence_level(options: AlgorithmConfig) -> bool:

@@ -2,12 +2,12 @@
 
 TRL receives the samples through its `rollout_func`: exact ids, the sampler's logprobs, and rewards. `env_mask` marks the tokens
 that the policy sampled. TRL gets the policy's weights and agentrl's optimizer, so saving, resuming and fencing work as with
-agentrl's trainer. Both have the same gradient in TRL's convention (`tests/training/test_trl.py`).
+agentrl's trainer. Both trainers compute the same gradient in TRL's convention (`tests/training/test_trl.py`).
 
 TRL differs in these points:
 
-- A group trains completely or not at all, and an episode of several rows does not train.
-- The model reads all rows, also those without an advantage.
+- A group trains only if each of its episodes can train and is exactly one training row.
+- The model reads all rows, also those whose advantage is 0.
 - The entropy bonus is a mean over the tokens of each microbatch.
 - A value that is not finite is detected only after TRL's step. The caller then loads the last checkpoint.
 """
@@ -70,7 +70,9 @@ class TrlTrainer(Trainer):
         self._credit: Credit = find("credits", self._algorithm.credit)
 
     def update(self, groups: Sequence[Group], iteration: int) -> Update:
-        """Train on groups whose episodes all can train. Raise InfraError without memory, RewardError for bad rewards."""
+        """Update the policy. A group is dropped unless each of its episodes can train and is exactly one training row; the
+        report says why. Raise InfraError if memory runs out. Raise RewardError if an episode's reward is not a finite number.
+        """
         started = time.perf_counter()
         usable_groups, dropped = select_whole_groups(groups, self._config.rollout.group_size)
         episodes = [episode for group in usable_groups for episode in group.episodes]
@@ -181,7 +183,9 @@ class TrlTrainer(Trainer):
 
 
 def select_whole_groups(groups: Sequence[Group], size: int) -> tuple[list[Group], dict[int, str]]:
-    """Return the groups whose episodes all train in one row, and why others are dropped, by slot."""
+    """Return the groups in which every episode can train and is exactly one training row. Return also, by slot, the reason why
+    each other group is dropped.
+    """
     chosen, dropped = select_groups(groups, needs_group=True)
     whole_groups = []
     for group in chosen:
@@ -202,7 +206,7 @@ def _why_not(group: Group, size: int) -> str | None:
 
 
 def rows_at_once(rows: Sequence[Row], tokens: int, at_least: int) -> int:
-    """Return the number of rows in one forward and backward pass. It divides the number of all rows.
+    """Return the number of rows in one forward and backward pass. The number of all rows is a multiple of it.
 
     TRL pads every row to the longest prompt plus the longest completion. `tokens` is the maximum of tokens in a microbatch,
     padding included, but a microbatch has at least one row. `at_least` is the minimum number of microbatches. If there are

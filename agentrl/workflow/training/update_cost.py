@@ -1,4 +1,6 @@
-"""The cost of an update: peak GPU memory, and the model's operations per second, also relative to the GPU's peak."""
+"""The cost of an update: the peak of GPU memory, the floating-point operations per second, and their share of the GPU's peak
+rate.
+"""
 
 import re
 from collections.abc import Sequence
@@ -52,7 +54,7 @@ class UpdateCost:
     def add(self, rows: Sequence[Row], shares: bool, learns: bool) -> None:
         """Count the operations of one forward pass, and of the backward pass if `learns`.
 
-        A token takes 2 operations in the forward pass for each weight of a matrix product. In the backward pass it takes 2 for
+        In the forward pass, a token takes 2 operations for each weight of a matrix product. In the backward pass it takes 2 for
         each weight that the gradient passes through, and 2 for each weight that trains (Kaplan et al. 2020, arXiv 2001.08361,
         table 1). For each layer, channel and token that it attends to, attention takes 4 operations in the forward and 8 in the
         backward pass (Chowdhery et al. 2022, arXiv 2204.02311, appendix B). Unlike there, a token attends only to itself and
