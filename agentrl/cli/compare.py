@@ -257,7 +257,7 @@ def _pairs_on_one_split(
         row = pairs[0][0].row
         again = _same_tasks_options(row, len(tasks(row["id"])))
         raise ConfigError(
-            f"{first!r} and {second!r} have only one evaluation, {row['run']}: there is nothing to compare.",
+            f"{first!r} and {second!r} share their only evaluation, {row['run']}: there is nothing to compare.",
             f"The weights are the same. Evaluate them again: agentrl eval --policy {second}{again}",
         )
     return different

@@ -25,7 +25,7 @@ def resolve_start(config: RunConfig, origins: Mapping[str, str]) -> "tuple[RunCo
 
     If `model.path` does not name a run's policy, the config is unchanged and the weights are None. Raise NotFoundError if the
     run or the version does not exist. Raise ConfigError if an option contradicts the continued LoRA, or `model.lora` is "new"
-    with a plain model.
+    and the policy has no LoRA.
     """
     from agentrl.workflow.trajectory import PolicyRef
 

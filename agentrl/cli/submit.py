@@ -144,7 +144,7 @@ def _size_lines(config: RunConfig, base: str) -> Iterator[str]:
         yield str(parameters)
     memory = [estimate_memory(config, files, rank, settings().slots, on_gpu) for on_gpu in (True, False)]
     if config.update.trainer == "agentrl" and None not in memory:
-        yield f"memory on a GPU: {memory[0]}; CUDA itself takes 0.5 to 0.9 GiB more"
+        yield f"memory on a GPU: {memory[0]}; CUDA itself takes 0.5 to 1 GiB more"
         yield f"memory on a CPU: {memory[1]}"
 
 

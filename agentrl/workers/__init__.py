@@ -5,4 +5,4 @@ wakes a worker.
 """
 
 if __name__ == "workers":  # imported through the link at the top of a checkout, which would load every module a second time
-    raise ImportError("The module `workers` cannot be imported by this name. Import agentrl.workers instead.")
+    raise ImportError("Import agentrl.workers instead.")

@@ -41,10 +41,10 @@ class Settings(BaseSettings):
     )
     reader_password: str = Field(default="", description="Password of agentrl_reader, set by `agentrl db upgrade`.")
     tools_password: str = Field(
-        default="", description="Password of agentrl_tools, which tools workers may log in as, set by `agentrl db upgrade`."
+        default="", description="Password of agentrl_tools, a login for tools workers. Set by `agentrl db upgrade`."
     )
     agents_password: str = Field(
-        default="", description="Password of agentrl_agents, which agents workers may log in as, set by `agentrl db upgrade`."
+        default="", description="Password of agentrl_agents, a login for agents workers. Set by `agentrl db upgrade`."
     )
     broker_url: str = Field(default="", description="redis:// URL of a broker; empty: the embedded one.")
     broker_password: str = Field(default="", description="Password of the broker, if the URL has none.")
@@ -57,7 +57,7 @@ class Settings(BaseSettings):
     idle_stop_seconds: float = Field(default=60.0, ge=0, description="How long an embedded stack runs after its last run.")
     checkpoints: str = Field(
         default="",
-        description="Where new runs keep checkpoints: s3://BUCKET/PREFIX, file:///MOUNT or a folder; empty: runs in home.",
+        description="Where new runs keep checkpoints: s3://BUCKET/PREFIX, file:///MOUNT or a folder; empty: AGENTRL_HOME/runs.",
     )
     device: str = Field(default="auto", description="cpu, cuda, cuda:1, ...; auto: a GPU if there is one.")
     slots: int = Field(default=128, ge=1, description="Maximum turns sampled at once; fewer while memory is short.")
@@ -131,7 +131,7 @@ class Settings(BaseSettings):
     log: Literal["text", "json"] = Field(default="text", description="Format of the workers' logs: text or json.")
     notify_url: str = Field(default="", description="http:// URL that gets a POST when a run ends or waits.")
     notify_command: str = Field(default="", description="Command to run when a run ends or waits; it gets JSON on stdin.")
-    image: bool = Field(default=False, description="Set in the image of the compose stack, so that hints fit it.")
+    image: bool = Field(default=False, description="Set in the compose stack: messages then name commands of docker compose.")
 
     @field_validator("home", mode="before")
     @classmethod

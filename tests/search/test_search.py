@@ -227,8 +227,8 @@ def test_searches_accepts_class_with_run() -> None:
 @pytest.mark.parametrize(
     ("candidate", "said"),
     [
-        ({}, "has the texts prompt"),
-        ({"prompt": "x {question}", "more": "y"}, "has the texts prompt"),
+        ({}, "must have the texts prompt"),
+        ({"prompt": "x {question}", "more": "y"}, "must have the texts prompt"),
         ({"prompt": "no place"}, "it lacks {question}"),
         ({"prompt": 7}, "it is of type int"),
     ],

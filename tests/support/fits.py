@@ -4,7 +4,15 @@ from collections.abc import Iterator
 
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-from agentrl.workflow.models.memory_estimate import FREE_SHARE, always, microbatch_that_fits, while_sampling
+from agentrl.workflow.models.memory_estimate import (
+    FREE_SHARE,
+    Parts,
+    Shape,
+    always,
+    microbatch_that_fits,
+    while_sampling,
+    while_updating,
+)
 from bench.performance.models import HALF_BILLION, shape_of
 
 MODELS: dict[str, PretrainedConfig] = {
@@ -31,8 +39,8 @@ MODELS: dict[str, PretrainedConfig] = {
 }
 CARDS = (4, 8, 12, 24)
 """GB of memory."""
-OF_CUDA = 2**29
-"""Bytes that CUDA takes for itself, about."""
+OF_CUDA = 2**30
+"""Bytes that CUDA and cuBLAS take for themselves: 0.95 GiB on an H200 (docs/measurements.md)."""
 ROWS, TOKENS, RANK = 32, 1024, 8
 
 
@@ -45,11 +53,17 @@ def table() -> Iterator[str]:
         for base, bits in (("bfloat16", 0), ("4-bit", 4)):
             shape = shape_of(config, RANK, 2, bits)
             held = sum(always(shape).values())
-            row = sum(while_sampling(shape, 1, TOKENS).values())
-            cells = []
-            for card in CARDS:
-                free = card * 10**9 - OF_CUDA - held
-                rows = min(ROWS, int(FREE_SHARE * free / row))
-                plain, again = (microbatch_that_fits(shape, free, checkpointing) for checkpointing in (False, True))
-                cells.append(f"{rows} rows; {plain:,} ({again:,})" if rows > 0 and again > 256 else "no")
+            cells = [_cell(shape, card * 10**9 - OF_CUDA - held) for card in CARDS]
             yield f"| {name} | {base} | {held / 2**30:.1f} GiB | {' | '.join(cells)} |"
+
+
+def _cell(shape: Shape, free: int) -> str:
+    def fits(parts: Parts) -> bool:
+        return sum(parts.values()) <= FREE_SHARE * free
+
+    rows = max((count for count in range(1, ROWS + 1) if fits(while_sampling(shape, count, TOKENS))), default=0)
+    sizes = []
+    for checkpointing in (False, True):
+        tokens = microbatch_that_fits(shape, free, checkpointing)
+        sizes.append(f"{tokens:,}" if fits(while_updating(shape, tokens, checkpointing)) else "no")
+    return f"{rows} rows; {sizes[0]} ({sizes[1]})" if rows and sizes[1] != "no" else "no"

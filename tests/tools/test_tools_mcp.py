@@ -255,8 +255,8 @@ def test_mcp_tool_names_of_128_characters_are_offered(called: str) -> None:
     [
         ("d" * 70_000, {"type": "object"}, "description and parameters of 70"),
         ("d", {"type": "object", "x": ["y" * 1000] * 70}, "description and parameters of 70"),
-        ("d", {"type": "object", "x": math.inf}, "that are not JSON"),
-        ("\udfff", {"type": "object"}, "that are not JSON"),
+        ("d", {"type": "object", "x": math.inf}, "that JSON cannot store"),
+        ("\udfff", {"type": "object"}, "that JSON cannot store"),
     ],
 )
 def test_mcp_tool_with_invalid_description_is_refused(description: str, parameters: dict[str, object], said: str) -> None:

@@ -121,7 +121,7 @@ def test_submit_refuses_option_that_conflicts_with_policy(
 ) -> None:
     published(worker, base, tmp_path / "out", KINDS["lora"])
     words = ("submit", *SMALL, "--model", "first@1", "-s", "model.sampler_dtype=bfloat16")
-    assert "Invalid config: model: with LoRA the sampler shares" in agentrl(capsys, *words, code=2)[1]
+    assert "Invalid config: model: sampler_dtype has no effect with LoRA" in agentrl(capsys, *words, code=2)[1]
 
 
 @pytest.mark.slow

@@ -162,8 +162,8 @@ class AgentServer:
         return ours
 
     def keep(self, guardian: socket.socket) -> None:
-        """Keep the socket of a guardian that takes another order, for the next agent. If the interpreter is closed, end the
-        guardian.
+        """Keep the socket of a guardian (the process that watches an agent) for the next agent. If the interpreter is closed,
+        end the guardian.
         """
         with self._lock:
             guardian.close() if self._is_closed else self._idle.append(guardian)

@@ -127,7 +127,7 @@ class EpisodeRecorder:
         return going_on
 
     def ask_judges(self, ended: Mapping[int, StopReason]) -> tuple[list[Outcome], dict[int, list[int]]]:
-        """Commit the questions to the judges of finished episodes.
+        """Store, in one commit, what the judges of finished episodes are asked.
 
         Returns:
             Two values: the outcomes of episodes without judges, which the caller passes to `finish`; and for each other

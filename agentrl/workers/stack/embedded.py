@@ -93,7 +93,7 @@ def check_separate(where: Settings, separate: bool) -> None:
     memory, or if rollout and train share a process in the running stack; the message says what to type.
     """
     if separate and broker.is_in_memory(where):
-        raise no_overlap_error(f"Without a server all workers are one process. {broker.server_hint()}")
+        raise no_overlap_error(f"Without a Redis server all workers are one process. {broker.server_hint()}")
     if separate and _is_serving(where) and not read_state(where)["separate"]:
         raise ConfigError(
             "The running stack samples and trains in one process, so they cannot overlap.",

@@ -190,8 +190,8 @@ def resolve_run(config: RunConfig) -> RunConfig:
     """Return the config of a training run, in which unset options have the algorithm's defaults.
 
     Raises:
-        ConfigError: see `resolve_options`. Also: an option of the critic is set but the algorithm has no critic, the dual clip
-            is below the other clip, or groups have one episode although the algorithm compares episodes within a group.
+        ConfigError: see `resolve_options`. Also: an option of the critic is set but the algorithm has no critic, `dual_clip`
+            is not above 1 + `clip_high`, or groups have one episode although the algorithm compares episodes within a group.
     """
     algorithm = find_gradient(config.algorithm.name)
     if config.search != SearchConfig():

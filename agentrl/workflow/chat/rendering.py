@@ -123,10 +123,12 @@ class Chat:
         max_tokens: int | None = None,
     ) -> tuple[int, ...]:
         """Return the token ids of an episode's first prompt, including the generation prompt. `options` are additional
-        variables of the template (`template_options`). `max_tokens` is the length above which the caller cannot use a prompt. A
-        prompt that is much longer is not tokenized completely. Raise ModelError if the template refuses the messages or the
-        options, drops a system message, or does not support the options. Raise TooLong if the prompt has many more than
-        `max_tokens` tokens.
+        variables of the template (`template_options`). `max_tokens` is the length above which the caller cannot use a prompt.
+
+        Raises:
+            ModelError: the template refuses the messages or the options, drops a system message, or does not support the
+                options.
+            TooLong: the prompt has many more than `max_tokens` tokens.
         """
         if messages and messages[0].role in RAW_ROLES:
             return self._raw_ids(messages, max_tokens)

@@ -30,7 +30,7 @@ KINDS = {"thought": ("reasoning", "reasoning_content"), "content": ("content",)}
 
 
 def whole(ask: Ask, turns: Sequence[ResponseTurn], head: ReplyHead, chat: "Chat") -> dict[str, Any]:
-    """Return the complete response, a `ChatCompletion`, with all turns."""
+    """Return the complete response, a `ChatCompletion`. Each turn is one of its `choices`."""
     choices = [_choice(ask, turn, number, head.request_id, chat) for number, turn in enumerate(turns)]
     reply = _head("chat.completion", ask, head) | {"choices": choices, "usage": _usage(head, turns, chat)}
     return reply | ({"prompt_token_ids": list(head.prompt_ids)} if ask.token_ids else {})

@@ -187,8 +187,8 @@ class Batch:
         Return the turns that were evicted, if any.
 
         Args:
-            stepping: whether memory ran out in a decoding step. If the model's rows cannot repeat a failed step, all turns are
-                evicted.
+            stepping: whether memory ran out in a decoding step. If the cache cannot go back to the state
+                before a failed step, all turns are evicted.
         """
         self.forget()
         self._share /= 2

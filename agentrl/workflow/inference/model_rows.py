@@ -1,12 +1,13 @@
 """The model as the rolling batch uses it. Each live turn has a numbered row: its tokens so far, with the values that the model
 has cached for them. Rows are run in the fastest of three ways that is correct for the model.
 
-- `slot_rows`: a slot for each row, one call of the model per token.
+- `slot_rows`: a slot for each row, one call of the model per token. The call is agentrl's own forward pass
+  (`models.fast_forward`) or transformers'.
 - `cache_rows.CacheRows`: transformers' own caches, one call for each group of rows of the same length.
 - `cache_rows.TokenRows`: no cache.
 
-Each way is tested before it is used. Its logits must be those of a plain forward pass over the complete row, because the
-trainer computes them in that way.
+agentrl's own forward pass is used for the families that our tests compare with transformers. Each other way is tested before it
+is used: its logits must be those of a plain forward pass over the complete row, because the trainer computes them in that way.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ from agentrl.workflow.models.policy import Policy
 
 log = getLogger("agentrl.engine")
 
+SAMPLED_WITH = "%s is sampled with %s"
 SERVER_HINT = "Sample with a server that can run it: --engine openai."
 
 HALF_ROUNDING, ROUNDING = 0.1, 1e-3
@@ -120,7 +122,9 @@ def open_rows(policy: Policy) -> ModelRows:
         config: PreTrainedConfig = causal_model(model).config
     layout = read_layout(config, policy.max_context)
     if layout is not None and policy.has_fast_forward():
-        return SlotRows(policy, config, layout)
+        own = SlotRows(policy, config, layout)
+        log.info(SAMPLED_WITH, config.model_type, own.name)
+        return own
     fault = ""
     try:
         expected = _Expected.of(policy)
@@ -128,7 +132,7 @@ def open_rows(policy: Policy) -> ModelRows:
             fault = _try_out(rows, expected)
             rows.clear()
             if not fault:
-                log.info("%s is sampled with %s", config.model_type, rows.name)
+                log.info(SAMPLED_WITH, config.model_type, rows.name)
                 return rows
             log.info("%s cannot be sampled with %s: %s", config.model_type, rows.name, fault)
     except ModelError:

@@ -47,9 +47,9 @@ class SlotRows:
         self._policy = policy
         self._layout = layout
         self._slots = SlotCache(layout)
-        gpu = policy.device.type == "cuda"
-        self.graphs = DecodeGraphs(policy, self._slots) if gpu and layout.is_plain and policy.has_fast_forward() else None
-        self.name = "one slot for each row"
+        own_pass = policy.has_fast_forward()
+        self.graphs = DecodeGraphs(policy, self._slots) if own_pass and policy.device.type == "cuda" else None
+        self.name = "agentrl's own forward pass" if own_pass else "transformers' forward pass"
         self.resumes = self._direct
         self.rewinds = layout.rewinds
 

@@ -112,7 +112,7 @@ class FastForward:
     def refresh(self) -> bool:
         """Read the weights again, into the memory that the pass already uses.
 
-        Return False on a CPU, whose packed copies cannot be written.
+        Return False on a CPU: there, the packed copies of the weights cannot be written.
         """
         if self._embed.weight.device.type == "cpu":
             return False

@@ -1,6 +1,6 @@
 """An estimate of an iteration's memory, in bytes by part, from a model's files. No weights are loaded.
 
-The estimate includes neither the memory of the libraries (CUDA: about half a GiB) nor gaps between the parts.
+The estimate includes neither the memory of the libraries (CUDA and cuBLAS: 0.5 to 1 GiB) nor gaps between the parts.
 `tests/models/test_memory_estimate.py` checks the parts against a loaded model and against the tensors that autograd saves.
 """
 

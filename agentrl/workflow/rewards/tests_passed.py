@@ -61,7 +61,11 @@ def asked(episode: Episode) -> Mapping[str, Any] | float:
 
 
 def question(task: Task, answer: str) -> dict[str, Any]:
-    """Return the arguments of `tests_passed` for an answer to a task. Raise ValueError if the task has no hidden test."""
+    """Return the arguments with which a tools worker calls `tests_passed` for an answer to a task.
+
+    Raises:
+        ValueError: the task has no hidden test.
+    """
     metadata = task.metadata
     if not metadata["hidden"] and not metadata.get("test"):
         raise ValueError(f"task {task.key!r} has no hidden test")

@@ -42,8 +42,8 @@ Overrun = Literal["timeout_cpu", "timeout_wall", "output_cap", "starved"]
 
 @dataclass(frozen=True)
 class Use:
-    """The observations of a run: the reason to kill the program (None if it ended by itself), the output up to its limit, and
-    times in seconds.
+    """What was observed while a program ran: the reason to kill it (None if it ended by itself), the output up to its limit,
+    and times in seconds.
     """
 
     overrun: Overrun | None

@@ -93,7 +93,7 @@ class Line(Protocol):
         ...
 
     def close(self) -> CgroupEvents:
-        """End the session; return the number of kernel interventions up to its end."""
+        """End the session; return how often the kernel enforced a limit up to its end."""
         ...
 
 

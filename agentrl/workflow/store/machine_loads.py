@@ -53,7 +53,7 @@ class WorkLoad:
 
 @read_transaction
 def is_some_run_at_work(tx: Connection) -> bool:
-    """Return whether any run is running that workers execute (`serve` runs do not count)."""
+    """Return whether workers have a running run to execute (`serve` runs do not count)."""
     return tx.execute(select(schema.runs.c.id).where(*IS_AT_WORK).limit(1)).first() is not None
 
 

@@ -29,7 +29,7 @@ rebuilt. With max_staleness n, the run keeps n more, with which its rollouts sam
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """A run's checkpoint folder, and the run's `key`, with which the name of each checkpoint of the run ends."""
+    """A run's checkpoint folder, and the run's `key`. The name of each checkpoint of the run ends with the key."""
 
     run_id: int
     run: str

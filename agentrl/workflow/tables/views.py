@@ -172,7 +172,7 @@ class GroupRow(
         JOIN iterations i ON i.id = g.iteration_id
         JOIN tasks t ON t.id = g.task_id""",
 ):
-    """A group: the episodes of one task in one iteration, which share a baseline."""
+    """A group: the episodes of a task in an iteration; they share a baseline."""
 
     id: int = column("g.id")
     run: str = column("r.name")
@@ -581,7 +581,7 @@ class FateRow(
 
 
 class MachineRow(ViewRow, view="v_machine", source="machine_loads m"):
-    """The load of a host at one moment while a run was running; kept for an hour."""
+    """The load of a host while a run was running; kept for an hour."""
 
     host: str = column("m.host")
     created_at: datetime = column("m.created_at")

@@ -144,7 +144,9 @@ class Tool:
         try:
             size = len(json.dumps([spec["description"], spec["parameters"]], ensure_ascii=False, allow_nan=False).encode())
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{self.title} has a description or parameters that are not JSON.", "Correct them.") from error
+            raise ConfigError(
+                f"{self.title} has a description or parameters that JSON cannot store.", "Use text, numbers, lists and dicts."
+            ) from error
         if size > MAX_TOLD:
             raise ConfigError(
                 f"{self.title} has a description and parameters of {size} bytes.",

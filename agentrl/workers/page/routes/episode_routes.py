@@ -225,8 +225,8 @@ class TextPart(BaseModel):
 
 
 class Segment(BaseModel):
-    """Consecutive tokens of one kind and one step, from `start` to before `end`. `why_not` says why no update trains on sampled
-    tokens.
+    """Consecutive tokens of one kind and one step, from `start` to before `end`. If they were sampled and no update
+    trains on them, `why_not` says why.
     """
 
     start: int
@@ -248,7 +248,8 @@ class Metric(BaseModel):
 
 
 class Tokens(BaseModel):
-    """Tokens of an episode, chain after chain. `advantages` is null if each segment has one advantage for all of its tokens."""
+    """Tokens of an episode, chain after chain. `advantages` is null if all tokens of a
+    segment have the same advantage, which is then in the segment."""
 
     total: int
     start: int
