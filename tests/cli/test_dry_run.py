@@ -110,7 +110,7 @@ def test_dry_run_probe_samples_one_token(tmp_path: Path, capsys: pytest.CaptureF
     shown = capsys.readouterr()
     plan = json.loads(shown.out)
     assert "checked one token" in shown.err
-    assert plan["sampler"] == "agentrl's own forward pass"
+    assert plan["sampler"] == "transformers' forward pass"
     assert plan["lora_layers"].startswith("out_proj x 1, in_proj_qkv x 1")
     assert plan["lora_trains"] == "4,512 of 47,328 parameters"
     weights = load_file(folder / "model.safetensors")

@@ -193,7 +193,7 @@ def test_dpo_reference_sampler_is_its_recorded_logprobs(base: Path) -> None:
 def test_dpo_refuses_unlearnable_pairs_and_leaves_no_folder(base: Path, tmp_path: Path) -> None:
     with pytest.raises(StateError, match="None of 1 pairs"):
         dpo([(episode(1), episode(2))], start_of(base), tmp_path / "made")
-    with pytest.raises(StateError, match="none of 0 pairs"):
+    with pytest.raises(StateError, match="None of 0 pairs"):
         dpo([], start_of(base), tmp_path / "made")
     for beta in (0.0, math.nan, math.inf):
         with pytest.raises(ConfigError, match="beta"):
