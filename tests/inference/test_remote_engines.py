@@ -816,8 +816,28 @@ def test_list_with_one_wrong_model_is_refused_at_submit(servers: list[tuple[Rout
         ("http://a:1,", "engine", "is not a server's http URL"),
         (",".join(f"http://a:{port}" for port in range(65)), "engine", "names 65 servers; at most 64"),
         ("http://a:1,http://b:2", "critic", "names 2 servers; at most 1"),
+        ("http://a:1,http://A:1", "engine", "names http://A:1 twice"),
+        ("http://a,http://b,http://a:80/v1/", "engine", "names http://a:80 twice"),
+        ("http://a:0", "engine", "is not a server's http URL"),
+        ("http://a:65536", "critic", "is not a server's http URL"),
+        ("http://a b:1", "engine", "is not a server's http URL"),
+        ("http://a/" + "p" * 100_000, "engine", "has 100009 characters"),
     ],
 )
 def test_server_urls_refuses_bad_lists(urls: str, who: http.Who, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         http.server_urls(Settings(engine_url=urls, critic_url=urls), who)
+
+
+@pytest.mark.parametrize("who", ["engine", "critic"])
+@pytest.mark.parametrize(
+    "urls",
+    [
+        "http://user:secret@a:1", "user:secret@a:1", "http://user:secret@a:port", "http:/user:secret@a",
+        "http://b:1,user:secret@a:2", "http://user:secret,more@a:1", "http://a:1?key=secret", "http://a:1#secret",
+    ],
+)  # fmt: skip
+def test_server_urls_never_quotes_password(urls: str, who: http.Who) -> None:
+    with pytest.raises(ConfigError, match="must not contain a password") as refused:
+        http.server_urls(Settings(engine_url=urls, critic_url=urls), who)
+    assert "secret" not in str(refused.value)

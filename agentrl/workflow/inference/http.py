@@ -34,6 +34,9 @@ MAX_BYTES = 64 * 1024 * 1024
 MAX_SERVERS = 64
 """The most servers of one engine."""
 
+MAX_URL_CHARS = 500
+"""The most characters of a server's URL, which errors quote."""
+
 HIDDEN = "[the key]"
 SECRET_CHARS = 12
 """The fewest characters of a key that is hidden in every response, not only in errors."""
@@ -220,25 +223,31 @@ def server_urls(settings: Settings, who: Who = "engine") -> tuple[str, ...]:
     if not setting:
         later = "for the workers. If workers are running, stop them with `agentrl down` and submit again"
         raise ConfigError(f"This {who} needs a server's URL.", f"{hint} {later}.")
-    urls = tuple(_checked_url(part.strip(), who, hint) for part in setting.split(","))
+    if set(setting) & set("@?#"):  # in no part of the list, because a password may contain a comma
+        message = f"The URL of the {who}'s server must not contain a password, a query or a fragment, because errors quote it."
+        raise ConfigError(message, f"Set AGENTRL_{who.upper()}_KEY to its API key, and leave @, ? and # out of the URL.")
+    parts = setting.split(",")
     limit = MAX_SERVERS if who == "engine" else 1
-    if len(urls) > limit:
-        raise ConfigError(f"AGENTRL_{who.upper()}_URL names {len(urls)} servers; at most {limit} is allowed.")
-    twice = next((url for place, url in enumerate(urls) if url in urls[:place]), None)
+    if len(parts) > limit:
+        raise ConfigError(f"AGENTRL_{who.upper()}_URL names {len(parts)} servers; at most {limit} is allowed.", "Name fewer.")
+    urls = tuple(_checked_url(part.strip(), hint) for part in parts)
+    same = [str(httpx2.URL(url)) for url in urls]  # as the client names it: host in lower case, no default port
+    twice = next((url for place, url in enumerate(urls) if same[place] in same[:place]), None)
     if twice:
         raise ConfigError(f"AGENTRL_{who.upper()}_URL names {twice} twice.", "Name each server once.")
     return urls
 
 
-def _checked_url(url: str, who: Who, hint: str) -> str:
+def _checked_url(url: str, hint: str) -> str:
+    if len(url) > MAX_URL_CHARS:
+        raise ConfigError(f"A server's URL has {len(url)} characters; at most {MAX_URL_CHARS} are allowed.", f"{hint}.")
     try:
         parsed_url = httpx2.URL(url)
     except httpx2.InvalidURL as error:
         raise ConfigError(f"{url!r} is not a server's URL: {error}.", f"{hint}.") from error
-    if parsed_url.userinfo or parsed_url.query:
-        message = f"The URL of the {who}'s server must not contain a password or a query, because errors quote it."
-        raise ConfigError(message, f"Set AGENTRL_{who.upper()}_KEY to its API key.")
-    if parsed_url.scheme not in ("http", "https") or not parsed_url.host:
+    port = parsed_url.port
+    wrong = parsed_url.scheme not in ("http", "https") or not parsed_url.host or " " in url
+    if wrong or not (port is None or 0 < port < 2**16):
         raise ConfigError(f"{url!r} is not a server's http URL.", f"{hint}.")
     return url.rstrip("/").removesuffix("/v1")
 
