@@ -3,10 +3,11 @@
 import fcntl
 import json
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -681,6 +682,42 @@ def test_doctor_reports_model_of_server_or_its_absence(server: tuple[Routes, str
     assert state == "fail"
     assert "does not answer" in said
     assert [state for state, _ in checks("nowhere")] == ["fail"]
+
+
+@contextmanager
+def dripping() -> Iterator[str]:
+    """The URL of a server whose answer is a header line each tenth of a second, without end."""
+
+    def drip(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\n")
+            while not ended.wait(0.1):
+                connection.sendall(b"A: b\r\n")
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=drip, args=(listening.accept()[0],), daemon=True).start()
+
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        ended.set()
+
+
+def test_server_that_drips_headers_counts_as_silent(
+    server: tuple[Routes, str], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "CHECK_SECONDS", 0.5)
+    server[0].foreign = ({"id": "x" * 100_000},)
+    with dripping() as url:
+        listed = Settings(engine_url=f"{url},{server[1]}")
+        http.check_bases(listed, {server[0].name})
+        silent, good = doctor._engine(listed)
+    assert (silent.state, silent.found) == ("fail", f"The engine's server at {url} has not answered within 0.5 seconds.")
+    assert good.state == "ok"
+    assert len(good.found) < 400
 
 
 def test_doctor_warns_of_open_development_routes(

@@ -4,14 +4,15 @@ It parses JSON responses and converts refusals to agentrl's errors. It needs no 
 """
 
 import json
+import threading
 import time
-from collections.abc import Set
-from contextlib import closing, suppress
+from collections.abc import Callable, Set
+from contextlib import closing
 from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
 from ssl import SSLContext
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
@@ -20,6 +21,7 @@ from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, Model
 from agentrl.workflow.inference.server_responses import Card, Cards, ServerResponse, Shape, read
 from agentrl.workflow.settings import Settings
 
+Answer = TypeVar("Answer")
 Who = Literal["engine", "critic"]
 CONNECT_SECONDS = 10.0
 CHECK_SECONDS = 2.0
@@ -170,6 +172,37 @@ def base_card(connection: Connection, names: Set[str]) -> Card:
     return card
 
 
+def ask_servers(settings: Settings, ask: Callable[[Connection], Answer]) -> "dict[str, Answer | AgentRLError]":
+    """Call `ask` with a connection to each of the engine's servers, all at once. Return the results, or the exceptions, by URL.
+
+    A server whose answer is not complete after CHECK_SECONDS has a ServiceError.
+
+    Raises:
+        ConfigError: a URL is missing or invalid.
+    """
+    silent = f"has not answered within {CHECK_SECONDS:g} seconds"
+    hint = "Start it, or correct AGENTRL_ENGINE_URL."
+    answers: dict[str, Answer | AgentRLError] = {
+        url: ServiceError(f"The engine's server at {url} {silent}.", hint) for url in server_urls(settings)
+    }
+
+    def run(url: str) -> None:
+        try:
+            with closing(Connection(settings, url=url, seconds=CHECK_SECONDS)) as connection:
+                answers[url] = ask(connection)
+        except AgentRLError as error:
+            answers[url] = error
+
+    # Daemon threads: a header that arrives letter by letter cannot be interrupted, so such a server is left behind.
+    asking = [threading.Thread(target=run, args=(url,), daemon=True) for url in answers]
+    for thread in asking:
+        thread.start()
+    end = time.monotonic() + 2 * CHECK_SECONDS
+    for thread in asking:
+        thread.join(max(0.0, end - time.monotonic()))
+    return dict(answers)
+
+
 def check_bases(settings: Settings, names: Set[str]) -> None:
     """Check that each server that responds now has the base under one of these names.
 
@@ -177,9 +210,9 @@ def check_bases(settings: Settings, names: Set[str]) -> None:
         ModelError: a server has no such base.
         ConfigError: a URL is missing or invalid, or a server refuses the key.
     """
-    for url in server_urls(settings):
-        with closing(Connection(settings, url=url, seconds=CHECK_SECONDS)) as connection, suppress(ServiceError, InfraError):
-            base_card(connection, names)
+    for answer in ask_servers(settings, lambda connection: base_card(connection, names)).values():
+        if isinstance(answer, AgentRLError) and not isinstance(answer, ServiceError | InfraError):
+            raise answer
 
 
 def check_urls(settings: Settings, names: Set[str] = frozenset()) -> None:
