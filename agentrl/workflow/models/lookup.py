@@ -168,7 +168,8 @@ def check_code(config: ModelConfig, folder: Path) -> None:
     model, or if the model has code of its own and the config does not trust this code.
     """
     check_files(folder)
-    check_layers(folder)
+    if any(folder.glob("*.safetensors")):
+        check_layers(folder)
     if (folder / ADAPTER_CONFIG).exists():
         problem = f"The folder {str(folder)!r} has a LoRA adapter beside the model, which transformers would load with it"
         raise ModelError(f"{problem}.", f"Move {ADAPTER_CONFIG} to another folder.")
