@@ -208,7 +208,7 @@ def _checkpoints(where: Any) -> Check:
 
 def _engine(where: Any) -> Iterator[Check]:
     from agentrl.workflow.engines import vllm
-    from agentrl.workflow.inference.http import Connection, has_development_routes, names_loopback, server_urls
+    from agentrl.workflow.inference.http import ask_servers, has_development_routes, names_loopback
     from agentrl.workflow.inference.server_responses import Cards
 
     if version := vllm.installed_version(where):
@@ -216,18 +216,16 @@ def _engine(where: Any) -> Iterator[Check]:
     if not where.engine_url:
         return
     try:
-        urls = server_urls(where)
+        answers = ask_servers(where, lambda connection: connection.read(Cards, "/v1/models").data)
     except AgentRLError as error:
         yield Check("engine", "fail", error.message, error.hint)
         return
-    for url in urls:
-        try:
-            with closing(Connection(where, url=url)) as connection:
-                names = [card.id for card in connection.read(Cards, "/v1/models").data]
-            yield Check("engine", "ok", f"{url} serves {', '.join(names)}")
-        except AgentRLError as error:
-            yield Check("engine", "fail", error.message, error.hint)
+    for url, cards in answers.items():
+        if isinstance(cards, AgentRLError):
+            yield Check("engine", "fail", cards.message, cards.hint)
             continue
+        names = ", ".join(card.id for card in cards) or "nothing"
+        yield Check("engine", "ok", f"{url} serves {names:.300}")
         if not names_loopback(url) and has_development_routes(where, url):
             message = f"Everyone who can reach the engine at {url} can control it: its development routes need no key."
             hint = "Start vLLM without VLLM_SERVER_DEV_MODE, or let it listen where agents and tools cannot reach it."

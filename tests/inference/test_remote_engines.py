@@ -3,10 +3,11 @@
 import fcntl
 import json
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -683,6 +684,42 @@ def test_doctor_reports_model_of_server_or_its_absence(server: tuple[Routes, str
     assert [state for state, _ in checks("nowhere")] == ["fail"]
 
 
+@contextmanager
+def dripping() -> Iterator[str]:
+    """The URL of a server whose answer is a header line each tenth of a second, without end."""
+
+    def drip(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\n")
+            while not ended.wait(0.1):
+                connection.sendall(b"A: b\r\n")
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=drip, args=(listening.accept()[0],), daemon=True).start()
+
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        ended.set()
+
+
+def test_server_that_drips_headers_counts_as_silent(
+    server: tuple[Routes, str], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "CHECK_SECONDS", 0.5)
+    server[0].foreign = ({"id": "x" * 100_000},)
+    with dripping() as url:
+        listed = Settings(engine_url=f"{url},{server[1]}")
+        http.check_bases(listed, {server[0].name})
+        silent, good = doctor._engine(listed)
+    assert (silent.state, silent.found) == ("fail", f"The engine's server at {url} has not answered within 0.5 seconds.")
+    assert good.state == "ok"
+    assert len(good.found) < 400
+
+
 def test_doctor_warns_of_open_development_routes(
     server: tuple[Routes, str], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -816,8 +853,28 @@ def test_list_with_one_wrong_model_is_refused_at_submit(servers: list[tuple[Rout
         ("http://a:1,", "engine", "is not a server's http URL"),
         (",".join(f"http://a:{port}" for port in range(65)), "engine", "names 65 servers; at most 64"),
         ("http://a:1,http://b:2", "critic", "names 2 servers; at most 1"),
+        ("http://a:1,http://A:1", "engine", "names http://A:1 twice"),
+        ("http://a,http://b,http://a:80/v1/", "engine", "names http://a:80 twice"),
+        ("http://a:0", "engine", "is not a server's http URL"),
+        ("http://a:65536", "critic", "is not a server's http URL"),
+        ("http://a b:1", "engine", "is not a server's http URL"),
+        ("http://a/" + "p" * 100_000, "engine", "has 100009 characters"),
     ],
 )
 def test_server_urls_refuses_bad_lists(urls: str, who: http.Who, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         http.server_urls(Settings(engine_url=urls, critic_url=urls), who)
+
+
+@pytest.mark.parametrize("who", ["engine", "critic"])
+@pytest.mark.parametrize(
+    "urls",
+    [
+        "http://user:secret@a:1", "user:secret@a:1", "http://user:secret@a:port", "http:/user:secret@a",
+        "http://b:1,user:secret@a:2", "http://user:secret,more@a:1", "http://a:1?key=secret", "http://a:1#secret",
+    ],
+)  # fmt: skip
+def test_server_urls_never_quotes_password(urls: str, who: http.Who) -> None:
+    with pytest.raises(ConfigError, match="must not contain a password") as refused:
+        http.server_urls(Settings(engine_url=urls, critic_url=urls), who)
+    assert "secret" not in str(refused.value)

@@ -1,5 +1,6 @@
 """`--model FILE.gguf`: a model folder with the dequantised weights, made once; what is no model leaves nothing."""
 
+import struct
 from pathlib import Path
 
 import gguf
@@ -10,6 +11,7 @@ from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.inference.model_rows import open_rows
 from agentrl.workflow.models import gguf_files, loading
+from agentrl.workflow.models.dequantise import dequantise
 from agentrl.workflow.models.lookup import resolve_model
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import settings
@@ -50,3 +52,12 @@ def test_gguf_file_that_is_no_model_is_refused_in_one_sentence(tmp_path: Path) -
     with pytest.raises(ModelError, match="There is no file"):
         resolve_model(str(tmp_path / "absent.gguf"), "arithmetic")
     assert not list((settings().cache_dir / "gguf").iterdir())
+
+
+def test_gguf_file_that_ends_early_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "endless.gguf"
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
+    file.write_bytes(header + struct.pack("<Q", 1) + b"a" + struct.pack("<IIQ", 9, 4, 1 << 60))  # a list of 2**60 numbers
+    with pytest.raises(ValueError, match="the file ends early"):
+        dequantise(file, tmp_path / "model")
+    assert not (tmp_path / "model").exists()

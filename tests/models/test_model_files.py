@@ -1,7 +1,9 @@
 """Whether a model can be loaded is known before it is: a dry run says what the worker that loads it would."""
 
 import json
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from agentrl.cli.main import main
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.models import loading
+from agentrl.workflow.models.lookup import base_hash
 from agentrl.workflow.models.policy import Policy
 from tests.support.small_models import tiny_random
 
@@ -60,6 +63,26 @@ def untold(folder: Path) -> None:
     file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "chat_template"}))
 
 
+def piped(name: str) -> Callable[[Path], object]:
+    """A pipe to which nobody writes is in the file's place."""
+
+    def make(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return make
+
+
+def linked(name: str) -> Callable[[Path], object]:
+    """A link to itself is in the file's place."""
+
+    def make(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).symlink_to(name)
+
+    return make
+
+
 BROKEN: dict[str, Callable[[Path], object]] = {
     "an unknown architecture": configured(model_type="nowhere"),
     "no config": lambda folder: (folder / "config.json").write_text("{"),
@@ -70,6 +93,27 @@ BROKEN: dict[str, Callable[[Path], object]] = {
     "a part that is missing": index,
     "no tokenizer": without("tokenizer*", "vocab*", "merges*", "special*"),
     "no chat template": untold,
+    "a width of 0": configured(hidden_size=0),
+    "a negative width": configured(hidden_size=-1),
+    "a width beyond memory": configured(hidden_size=10**12),
+    "a width beyond 64 bits": configured(hidden_size=10**30),
+    "no heads": configured(num_attention_heads=0),
+    "more layers than weights": lambda folder: configured(num_hidden_layers=10**9, layer_types=None)(folder),
+    "a type that is a list": configured(model_type=[1]),
+    "an unknown precision": configured(dtype="float7"),
+    "a part that is a number": configured(text_config=5),
+    "a config that is nested deep": configured(a=json.loads("[" * 900 + "]" * 900)),
+    "a config of 17 MB": configured(a="a" * 17_000_000),
+    "a package that is missing": configured(attn_implementation="flash_attention_2"),
+    "a tokenizer's config that is a list": lambda folder: (folder / "tokenizer_config.json").write_text("[]"),
+    "a tokenizer's length that is a text": lambda folder: (folder / "tokenizer_config.json").write_text(
+        json.dumps(json.loads((folder / "tokenizer_config.json").read_text()) | {"model_max_length": "x"})
+    ),
+    "an adapter beside the model": lambda folder: (folder / "adapter_config.json").write_text("{}"),
+    "a pipe for weights": piped("model.safetensors"),
+    "a pipe for a config": piped("generation_config.json"),
+    "a link to itself": linked("model.safetensors"),
+    "a tokenizer that links to itself": linked("tokenizer.json"),
 }
 
 
@@ -84,6 +128,19 @@ def test_check_model_refuses_what_worker_cannot_load(tmp_path: Path, breaking: s
     with pytest.raises(ModelError):
         Policy.load(config, str(folder), "cpu")
     assert "\n" not in str(checked.value)
+    assert len(str(checked.value)) < 600
+    with suppress(ModelError):  # what the hash does not read does not stop it
+        base_hash(folder)
+
+
+def test_model_larger_than_memory_is_refused_from_headers(tmp_path: Path) -> None:
+    folder = tiny_random(tmp_path / "model")
+    header = json.dumps({"huge": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
+    with (folder / "model-2.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (1 << 42))
+    with pytest.raises(ModelError, match="needs 4,096 GiB for its weights; cpu has"):
+        loading.load(ModelConfig.model_validate({"path": str(folder)}), folder, torch.device("cpu"), "full")
 
 
 def test_check_model_needs_some_weights_of_the_model(tmp_path: Path) -> None:

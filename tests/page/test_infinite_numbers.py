@@ -7,6 +7,7 @@ from sqlalchemy import JSON, text
 
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.column_kinds import MOMENTS
 from tests.support.hostile_rows import MIXED, fill_with
 from tests.support.page_answers import PageOver
 
@@ -28,6 +29,18 @@ def test_routes_answer_infinity_as_null(sqlite: Database, number: str) -> None:
 
 DAMAGES = ('{"a": ', f'{{"a": {"1" * 5000}}}', "[" * 5000 + "]" * 5000)
 """JSON that was cut, with a number of too many digits, nested deeper than any stack allows: one function reads them all."""
+
+
+def test_routes_answer_damaged_times_as_null(sqlite: Database) -> None:
+    with sqlite.engine.begin() as tx:
+        fill_with(tx, "1.0")
+    page = PageOver(sqlite)
+    columns = [column for table in schema.metadata.sorted_tables for column in table.columns if column.name in MOMENTS]
+    for column in columns:
+        with sqlite.engine.begin() as tx:
+            tx.execute(text(f"UPDATE {column.table.name} SET {column.name} = 'yesterday' WHERE rowid % 2 = 1"))
+    answers = {route: page.ask(f"/api/{route}") for route in ROUTES}
+    assert {route: document for route, (status, document) in answers.items() if status >= 500} == {}
 
 
 def test_routes_answer_damaged_json_as_null_without_hiding_rows(sqlite: Database) -> None:

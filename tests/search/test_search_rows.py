@@ -152,6 +152,12 @@ def test_search_tree_has_choice_without_trial(database: Database) -> None:
     assert {one.text for one in load_candidate(database, "first", 1).texts} == {*BETTER.values()}
 
 
+def test_search_without_trial_has_no_candidates(database: Database) -> None:
+    begun(database)
+    with pytest.raises(NotFoundError, match=r"first has no candidate 0\. List its texts: agentrl prompts first"):
+        load_candidate(database, "first", 0)
+
+
 def test_search_tree_refuses_run_that_is_no_search(database: Database) -> None:
     start(database, submission("trained"))
     with pytest.raises(NotFoundError, match="trained is not a prompt search"):

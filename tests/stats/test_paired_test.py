@@ -73,6 +73,12 @@ def test_sign_flip_by_draws_approximates_exact_repeatably(monkeypatch: pytest.Mo
     assert sign_flip(differences, seed=4)[0] != drawn
 
 
+def test_sign_flip_draws_fewer_worlds_of_many_differences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_DRAWN", 30_000)
+    differences = [number / 3001 for number in range(1, 3001)]
+    assert sign_flip(differences) == (pytest.approx(1 / 11), "drawn")
+
+
 @given(st.lists(st.tuples(quarters, quarters), min_size=1, max_size=12))
 def test_compare_paired_exchanged_changes_only_sign(pairs: list[tuple[float, float]]) -> None:
     a, b = (dict(enumerate(side)) for side in zip(*pairs, strict=True))

@@ -195,10 +195,15 @@ def test_machine_route_bounds_hostile_rows(sqlite: Database) -> None:
     with sqlite.engine.begin() as tx:
         insert = text("INSERT INTO machine_loads (slot, host, gpus) VALUES (:slot, :host, :gpus)")
         rows: list[dict[str, Any]] = [{"slot": now, "host": host, "gpus": '[{"share": "x"}, null, 1]'} for host in texts]
-        tx.execute(insert, [*rows, {"slot": now - 1, "host": "big", "gpus": "[" * 1_000_000}])
+        deep = '{"a":' * 900 + "1" + "}" * 900
+        odd = [{"slot": now - 2, "host": "deep", "gpus": deep}, {"slot": now - 1, "host": "big", "gpus": "[" * 1_000_000}]
+        tx.execute(insert, [*rows, *odd])
+        tx.execute(text("UPDATE machine_loads SET cpu_share = :long WHERE host = 'big'"), {"long": "x" * 1_000_000})
     told = PageOver(sqlite).read("/api/machine")["rows"]
-    assert {row["host"] for row in told} == {host[:64] for host in texts} | {"big"}
-    assert told[0]["gpus"] is None
+    assert {row["host"] for row in told} == {host[:64] for host in texts} | {"deep", "big"}
+    assert told[0]["gpus"].startswith('{"a": {"a": ')
+    assert told[1]["gpus"] is None
+    assert len(told[1]["cpu_share"]) == 2000
 
 
 NVML = r"""

@@ -3,14 +3,15 @@ torch.
 """
 
 import json
+import threading
 import time
-from collections.abc import Set
-from contextlib import closing, suppress
+from collections.abc import Callable, Set
+from contextlib import closing
 from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
 from ssl import SSLContext
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
@@ -19,6 +20,7 @@ from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, Model
 from agentrl.workflow.inference.server_responses import Card, Cards, ServerResponse, Shape, read
 from agentrl.workflow.settings import Settings
 
+Answer = TypeVar("Answer")
 Who = Literal["engine", "critic"]
 CONNECT_SECONDS = 10.0
 CHECK_SECONDS = 2.0
@@ -32,6 +34,9 @@ MAX_BYTES = 64 * 1024 * 1024
 
 MAX_SERVERS = 64
 """The most servers of one engine."""
+
+MAX_URL_CHARS = 500
+"""The most characters of a server's URL, which errors quote."""
 
 HIDDEN = "[the key]"
 SECRET_CHARS = 12
@@ -166,6 +171,37 @@ def base_card(connection: Connection, names: Set[str]) -> Card:
     return card
 
 
+def ask_servers(settings: Settings, ask: Callable[[Connection], Answer]) -> "dict[str, Answer | AgentRLError]":
+    """Call `ask` with a connection to each of the engine's servers, all at once. Return the results, or the exceptions, by URL.
+
+    A server whose answer is not complete after CHECK_SECONDS has a ServiceError.
+
+    Raises:
+        ConfigError: a URL is missing or invalid.
+    """
+    silent = f"has not answered within {CHECK_SECONDS:g} seconds"
+    hint = "Start it, or correct AGENTRL_ENGINE_URL."
+    answers: dict[str, Answer | AgentRLError] = {
+        url: ServiceError(f"The engine's server at {url} {silent}.", hint) for url in server_urls(settings)
+    }
+
+    def run(url: str) -> None:
+        try:
+            with closing(Connection(settings, url=url, seconds=CHECK_SECONDS)) as connection:
+                answers[url] = ask(connection)
+        except AgentRLError as error:
+            answers[url] = error
+
+    # Daemon threads: a header that arrives letter by letter cannot be interrupted, so such a server is left behind.
+    asking = [threading.Thread(target=run, args=(url,), daemon=True) for url in answers]
+    for thread in asking:
+        thread.start()
+    end = time.monotonic() + 2 * CHECK_SECONDS
+    for thread in asking:
+        thread.join(max(0.0, end - time.monotonic()))
+    return dict(answers)
+
+
 def check_bases(settings: Settings, names: Set[str]) -> None:
     """Check that each server that responds now has the base under one of these names.
 
@@ -173,9 +209,9 @@ def check_bases(settings: Settings, names: Set[str]) -> None:
         ModelError: a server has no such base.
         ConfigError: a URL is missing or invalid, or a server refuses the key.
     """
-    for url in server_urls(settings):
-        with closing(Connection(settings, url=url, seconds=CHECK_SECONDS)) as connection, suppress(ServiceError, InfraError):
-            base_card(connection, names)
+    for answer in ask_servers(settings, lambda connection: base_card(connection, names)).values():
+        if isinstance(answer, AgentRLError) and not isinstance(answer, ServiceError | InfraError):
+            raise answer
 
 
 def check_urls(settings: Settings, names: Set[str] = frozenset()) -> None:
@@ -223,25 +259,31 @@ def server_urls(settings: Settings, who: Who = "engine") -> tuple[str, ...]:
     if not setting:
         later = "for the workers. If workers are running, stop them with `agentrl down` and submit again"
         raise ConfigError(f"This {who} needs a server's URL.", f"{hint} {later}.")
-    urls = tuple(_checked_url(part.strip(), who, hint) for part in setting.split(","))
+    if set(setting) & set("@?#"):  # in no part of the list, because a password may contain a comma
+        message = f"The URL of the {who}'s server must not contain a password, a query or a fragment, because errors quote it."
+        raise ConfigError(message, f"Set AGENTRL_{who.upper()}_KEY to its API key, and leave @, ? and # out of the URL.")
+    parts = setting.split(",")
     limit = MAX_SERVERS if who == "engine" else 1
-    if len(urls) > limit:
-        raise ConfigError(f"AGENTRL_{who.upper()}_URL names {len(urls)} servers; at most {limit} is allowed.")
-    twice = next((url for place, url in enumerate(urls) if url in urls[:place]), None)
+    if len(parts) > limit:
+        raise ConfigError(f"AGENTRL_{who.upper()}_URL names {len(parts)} servers; at most {limit} is allowed.", "Name fewer.")
+    urls = tuple(_checked_url(part.strip(), hint) for part in parts)
+    same = [str(httpx2.URL(url)) for url in urls]  # as the client names it: host in lower case, no default port
+    twice = next((url for place, url in enumerate(urls) if same[place] in same[:place]), None)
     if twice:
         raise ConfigError(f"AGENTRL_{who.upper()}_URL names {twice} twice.", "Name each server once.")
     return urls
 
 
-def _checked_url(url: str, who: Who, hint: str) -> str:
+def _checked_url(url: str, hint: str) -> str:
+    if len(url) > MAX_URL_CHARS:
+        raise ConfigError(f"A server's URL has {len(url)} characters; at most {MAX_URL_CHARS} are allowed.", f"{hint}.")
     try:
         parsed_url = httpx2.URL(url)
     except httpx2.InvalidURL as error:
         raise ConfigError(f"{url!r} is not a server's URL: {error}.", f"{hint}.") from error
-    if parsed_url.userinfo or parsed_url.query:
-        message = f"The URL of the {who}'s server must not contain a password or a query, because errors quote it."
-        raise ConfigError(message, f"Set AGENTRL_{who.upper()}_KEY to its API key.")
-    if parsed_url.scheme not in ("http", "https") or not parsed_url.host:
+    port = parsed_url.port
+    wrong = parsed_url.scheme not in ("http", "https") or not parsed_url.host or " " in url
+    if wrong or not (port is None or 0 < port < 2**16):
         raise ConfigError(f"{url!r} is not a server's http URL.", f"{hint}.")
     return url.rstrip("/").removesuffix("/v1")
 

@@ -10,11 +10,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentrl.workflow.checkpoints import RECORD
+
+
+class _Reader(GGUFReader):
+    """The reader of GGUF files. It refuses a file that ends early, because the library reads a list beyond the end for ever."""
+
+    def _get(self, offset: Any, dtype: Any, count: Any = 1, **options: Any) -> Any:  # type: ignore[override]
+        if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
+            raise ValueError("the file ends early")
+        return super()._get(offset, dtype, count, **options)
 
 
 def dequantise(file: Path, folder: Path) -> None:
@@ -26,7 +36,7 @@ def dequantise(file: Path, folder: Path) -> None:
         ValueError: transformers does not dequantise the weights of this architecture. For files that it cannot read,
             transformers raises other exceptions.
     """
-    kinds = {tensor.tensor_type.name for tensor in GGUFReader(file).tensors if len(tensor.shape) == 2}
+    kinds = {tensor.tensor_type.name for tensor in _Reader(file).tensors if len(tensor.shape) == 2}
     dtype = torch.float32 if kinds == {"F32"} else torch.float16 if kinds == {"F16"} else torch.bfloat16
     model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
     if not all(tensor.is_floating_point() for tensor in model.state_dict().values()):

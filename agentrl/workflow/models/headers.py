@@ -12,9 +12,12 @@ from typing import Any
 
 from agentrl.workflow.errors import ModelError
 
-MAX_CONFIG_BYTES = 1 << 20
+MAX_CONFIG_BYTES, MAX_TEXT_BYTES = 1 << 24, 1 << 28
+"""The largest config of a model that is read, and the largest other text, such as `tokenizer.json`, in bytes."""
 MAX_HEADER_BYTES = 100_000_000
 """The largest header, in bytes. This is the limit of the format, https://huggingface.co/docs/safetensors."""
+MANY_LAYERS = 1000
+"""More layers than any model has. With more, each layer must have a weight in the files."""
 MAX_DIMENSIONS, MAX_LENGTH = 16, 2**63
 BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -29,6 +32,8 @@ BITS = {
 Shapes = Mapping[str, tuple[int, ...]]
 """The shapes of weights, by name."""
 
+_TEXTS = (".json", ".txt", ".jinja", ".model", ".py")
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _COPY = "Copy the model again, all files of one version."
 
 
@@ -87,6 +92,37 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     if not isinstance(config, dict):
         raise ModelError(f"The files in {str(folder)!r} are not a valid model: config.json is not a JSON object.", _COPY)
     return config
+
+
+def check_files(folder: Path) -> None:
+    """Check that a model's weights and texts are regular files, and that no text is too large. A library would read a pipe for
+    ever, and a text as a whole.
+
+    Raises:
+        ModelError: a file is something else, such as a pipe or a loop of links, or it is too large.
+    """
+    for file in sorted(folder.iterdir()):
+        if file.suffix == ".safetensors" or (file.suffix in _TEXTS and not file.is_dir()):
+            limit = MAX_CONFIG_BYTES if file.name.endswith("config.json") else MAX_TEXT_BYTES
+            problem = "" if file.is_file() else "is not a regular file"
+            if not problem and file.suffix in _TEXTS and file.stat().st_size > limit:
+                problem = f"has more than {limit} bytes"
+            if problem:
+                message = f"The files in {str(folder)!r} are not a valid model: {file.name!r:.200} {problem}."
+                raise ModelError(message, _COPY)
+
+
+def check_layers(folder: Path) -> None:
+    """Raise ModelError if `config.json` has more than MANY_LAYERS layers and the folder has fewer weights, because transformers
+    would build millions of layers for hours; or if a file cannot be read.
+    """
+    config, weights = read_config(folder), len(read_shapes(folder))
+    for part in (config, config.get("text_config")):
+        counts = [part.get(name) for name in _LAYERS] if isinstance(part, dict) else []
+        many = next((count for count in counts if isinstance(count, int) and count > max(MANY_LAYERS, weights)), None)
+        if many is not None:
+            problem = f"its config.json has {many!s:.20} layers, the files only {weights} weights"
+            raise ModelError(f"The files in {str(folder)!r} are not a valid model: {problem}.", _COPY)
 
 
 def _check_index(folder: Path) -> None:

@@ -1,11 +1,13 @@
 """The loading of a base from its folder: tokenizer, context window, quantisation, precision, and LoRA's layers."""
 
 import logging
+import os
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -46,6 +48,12 @@ logging.getLogger("transformers.tokenization_utils_base").addFilter(lambda recor
 warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
 _COPY = "Copy the model again, all files of one version."
+_OTHER = "Copy the model again, or pass another."
+_FILE_FAULTS = (
+    OSError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError, AssertionError, RecursionError,
+    SafetensorError, StrictDataclassError,
+)  # fmt: skip
+"""The exceptions that transformers raises for malformed files."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _loading_lock = threading.Lock()
 """The lock that is held while transformers builds a model.
@@ -65,9 +73,24 @@ def load(config: ModelConfig, folder: Path, device: torch.device, kind: Literal[
     """
     dtype = _dtype(config, device, kind)
     extra = _placement(config, dtype, device)
+    _check_memory(config, folder, device, dtype)
     # Freed memory is returned at once, because each weight is read whole before it is quantised.
     with _translate_faults(folder, "model"):
         _refuse_other_kinds(AutoConfig.from_pretrained(folder, **_options(config.trust_remote_code)))
+    try:
+        model, report = _load_weights(config, folder, device, {**_options(config.trust_remote_code), **extra, "dtype": dtype})
+    except RuntimeError:
+        build_without_weights(config, folder)  # raises ModelError if the config is the cause
+        raise
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(f"The files in {str(folder)!r} lack {len(missing)} weights of the model, such as {missing[0]}.", _COPY)
+    # torch gives the padding token's embedding no gradient; it must have one if that token also ends turns.
+    setattr(model.get_input_embeddings(), "padding_idx", None)  # noqa: B010 - mypy takes it for a tensor
+    return _disable_repacking(model) if config.load_in_4bit else model
+
+
+def _load_weights(config: ModelConfig, folder: Path, device: torch.device, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the model, and what transformers reports about its weights."""
     with (
         _loading_lock,
         pause_gc(),
@@ -75,14 +98,22 @@ def load(config: ModelConfig, folder: Path, device: torch.device, kind: Literal[
         _translate_attention(config),
         return_freed_memory(device, config.load_in_4bit or config.load_in_8bit),
     ):
-        options = {**_options(config.trust_remote_code), **extra, "output_loading_info": True}
-        loaded: tuple[Any, Any] = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)  # type: ignore[assignment]
-    model, report = loaded
-    if missing := sorted(report["missing_keys"]):
-        raise ModelError(f"The files in {str(folder)!r} lack {len(missing)} weights of the model, such as {missing[0]}.", _COPY)
-    # torch gives the padding token's embedding no gradient; it must have one if that token also ends turns.
-    setattr(model.get_input_embeddings(), "padding_idx", None)  # noqa: B010 - mypy takes it for a tensor
-    return _disable_repacking(model) if config.load_in_4bit else model
+        wanted = {**options, "output_loading_info": True}
+        loaded: tuple[Any, Any] = AutoModelForCausalLM.from_pretrained(folder, **wanted)  # type: ignore[assignment]
+        return loaded
+
+
+def _check_memory(config: ModelConfig, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ModelError if the weights alone are larger than the device's whole memory: the system would kill the process."""
+    bits = 4 if config.load_in_4bit else 8 if config.load_in_8bit else 8 * dtype.itemsize
+    needed = sum(map(prod, read_shapes(folder).values())) * bits // 8
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > total:
+        sizes = f"needs {needed / 2**30:,.0f} GiB for its weights; {device} has {total / 2**30:,.0f} GiB"
+        raise ModelError(f"The model in {str(folder)!r} {sizes}.", "Pass a smaller model, or set model.load_in_4bit=true.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +209,10 @@ def build_without_weights(config: ModelConfig, folder: Path) -> Any:
     with _loading_lock, pause_gc(), _translate_faults(folder, "model"), torch.device("meta"):
         described = AutoConfig.from_pretrained(folder, **_options(config.trust_remote_code))
         _refuse_other_kinds(described)
-        return AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code)  # type: ignore[no-untyped-call]
+        try:
+            return AutoModelForCausalLM.from_config(described, trust_remote_code=config.trust_remote_code)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:  # without memory or kernels, only the config can cause it
+            raise _invalid(folder, "model", error) from error
 
 
 def _refuse_other_kinds(config: Any) -> None:
@@ -270,8 +304,8 @@ def context_and_vocabulary(folder: Path, code: bool = False) -> tuple[int, int]:
     """
     with _translate_faults(folder, "model"):
         config = AutoConfig.from_pretrained(folder, **_options(code)).get_text_config()
-    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
-    return next((int(limit) for limit in limits if limit and limit > 0), MAX_INT), int(config.vocab_size)
+        limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+        return next((int(limit) for limit in limits if limit and limit > 0), MAX_INT), int(config.vocab_size)
 
 
 def load_tokenizer(folder: Path, code: bool = False) -> Any:
@@ -297,7 +331,8 @@ def load_chat(config: ModelConfig, folder: Path) -> Chat:
     tokenizer = load_tokenizer(folder, config.trust_remote_code)
     if config.chat_template is not None:
         tokenizer.chat_template = config.chat_template
-    return Chat(tokenizer, config.tool_format or AUTO, read_stop_ids(folder), config.strict_calls)
+    with _translate_faults(folder, "tokenizer"):
+        return Chat(tokenizer, config.tool_format or AUTO, read_stop_ids(folder), config.strict_calls)
 
 
 def read_stop_ids(folder: Path) -> tuple[int, ...]:
@@ -321,14 +356,21 @@ def _translate_faults(folder: Path, part: str) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
+    except _FILE_FAULTS as error:
         if "trust_remote_code" in str(error):  # a hub model, whose code was not fetched
             raise ModelError(f"The {part} in {str(folder)!r} needs its own code: Python files of the model.", TRUST) from error
-        raise ModelError(f"The files in {str(folder)!r} are not a valid {part}: {_sentence(error)}.") from error
+        raise _invalid(folder, part, error) from error
+    except ImportError as error:
+        problem = f"The {part} in {str(folder)!r} needs a package that is not here: {_sentence(error)}."
+        raise ModelError(problem, "Install it, or pass another model.") from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
         raise _other_shapes(folder) from error
+
+
+def _invalid(folder: Path, part: str, error: Exception) -> ModelError:
+    return ModelError(f"The files in {str(folder)!r} are not a valid {part}: {_sentence(error)}.", _OTHER)
 
 
 @contextmanager
@@ -353,7 +395,7 @@ def _options(code: bool) -> dict[str, Any]:
 
 def _sentence(error: Exception) -> str:
     """Return the message of a transformers exception without the advice to install another version of transformers."""
-    text = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
+    text = " ".join(str(error).split()).partition(". ")[0].rstrip(".") or type(error).__name__
     return f"it names an unknown {text}" if isinstance(error, KeyError) else text[:300]
 
 

@@ -22,12 +22,23 @@ from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.dataset_rows.sources import kind_of_source
 from agentrl.workflow.errors import ConflictError, ModelError
 from agentrl.workflow.models.gguf_files import SUFFIX, folder_of_gguf
-from agentrl.workflow.models.headers import ModelFiles, Shapes, checked_shape, read_config, read_model_files, read_shapes
+from agentrl.workflow.models.headers import (
+    MAX_CONFIG_BYTES,
+    ModelFiles,
+    Shapes,
+    check_files,
+    check_layers,
+    checked_shape,
+    read_config,
+    read_model_files,
+    read_shapes,
+)
 from agentrl.workflow.plugins import find
 from agentrl.workflow.runtime import hub
 from agentrl.workflow.settings import settings
 from agentrl.workflow.trajectory import PolicyRef
 
+ADAPTER_CONFIG = "adapter_config.json"
 TINY = "tiny"
 TINY_DATASET = "arithmetic"
 """The dataset whose tiny model the name `tiny` means if no dataset is given."""
@@ -36,8 +47,6 @@ SMALL = 50_000_000
 TRUST = "Read the code, and pass --trust-remote-code if it may run here."
 MAX_FILE_BYTES = 1 << 43
 """The largest file of weights on the hub that is accepted, in bytes."""
-MAX_CONFIG = 1 << 24
-"""The largest model config that is read, in bytes."""
 _FETCH_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja")
 TINY_HINT = "agentrl sft --dataset arithmetic --model tiny, then pass --model tiny-arithmetic"
 HUB_HINT = f"Pass a local model folder. Or train a small model, without a hub: {TINY_HINT}"
@@ -145,7 +154,7 @@ def _named_modules(file: Path) -> Iterator[str]:
     """
     try:
         with file.open("rb") as stream:
-            tree = json.loads(stream.read(MAX_CONFIG))
+            tree = json.loads(stream.read(MAX_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError):
         return  # loading it reports the error
     entries = tree.get("auto_map") if isinstance(tree, dict) else None
@@ -156,7 +165,15 @@ def _named_modules(file: Path) -> Iterator[str]:
 
 
 def check_code(config: ModelConfig, folder: Path) -> None:
-    """Raise ModelError if the model has code of its own and the config does not trust this code."""
+    """Raise ModelError if a file of the model cannot be read (`check_files`, `check_layers`), if an adapter is beside the
+    model, or if the model has code of its own and the config does not trust this code.
+    """
+    check_files(folder)
+    if any(folder.glob("*.safetensors")):
+        check_layers(folder)
+    if (folder / ADAPTER_CONFIG).exists():
+        problem = f"The folder {str(folder)!r} has a LoRA adapter beside the model, which transformers would load with it"
+        raise ModelError(f"{problem}.", f"Move {ADAPTER_CONFIG} to another folder.")
     code = code_files(folder)
     if code and not config.trust_remote_code:
         raise ModelError(f"The model in {str(folder)!r} needs its own code ({code[0].name}).", TRUST)
@@ -306,14 +323,18 @@ def base_hash(folder: Path) -> str:
     """Return the sha256 over a model's weights, config and tokenizer files (about a second per gigabyte).
 
     Raises:
-        ModelError: the folder has no `*.safetensors`.
+        ModelError: the folder has no `*.safetensors`, or a file cannot be read.
     """
+    check_files(folder)
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise ModelError(f"The folder {str(folder)!r} holds no *.safetensors.", "Convert the model: save_pretrained(...)")
     texts = [folder / name for name in _TEXT_FILES if (folder / name).is_file()]
-    lines = [f"{file.name} {sha256_file(file)}" for file in [*texts, *weights]]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    try:
+        lines = [f"{file.name} {sha256_file(file)}" for file in [*texts, *weights]]
+    except OSError as error:
+        raise ModelError(f"Cannot read the model in {str(folder)!r}: {error.strerror}.", "Check its permissions.") from error
+    return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()
 
 
 def check_base(base: str, expected_hash: str) -> None:

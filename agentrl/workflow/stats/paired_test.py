@@ -19,6 +19,11 @@ from agentrl.workflow.stats.evaluation import IntervalBy, interval
 DRAWS = 9_999
 """The number of worlds that are drawn if there are too many to enumerate. The smallest p-value is then 1 / (DRAWS + 1)."""
 
+MAX_DRAWN = 20_000_000
+"""The most differences in all drawn worlds together, which take about two seconds. With more than 2000 different differences,
+fewer worlds are drawn.
+"""
+
 MAX_STEPS = 1_000_000
 """The most steps for enumerating worlds, which take about a second."""
 
@@ -110,9 +115,9 @@ def sign_flip(differences: Sequence[float], seed: int = 0) -> tuple[float, Liter
     worlds = _count_worlds(sizes)
     if worlds is not None:
         return min(1.0, math.fsum(share for total, share in worlds.items() if abs(total) >= seen)), "exact"
-    draw = random.Random(seed)
-    extreme = sum(abs(_draw_world(sizes, draw)) >= seen for _ in range(DRAWS))
-    return (1 + extreme) / (1 + DRAWS), "drawn"
+    draw, draws = random.Random(seed), min(DRAWS, MAX_DRAWN // len(sizes))
+    extreme = sum(abs(_draw_world(sizes, draw)) >= seen for _ in range(draws))
+    return (1 + extreme) / (1 + draws), "drawn"
 
 
 def _count_worlds(sizes: Mapping[int, int]) -> dict[int, float] | None:

@@ -262,14 +262,18 @@ def _read_rows(cursor: Any, readers: Readers) -> list[Row]:
 def _sqlite_readers(read_json: Callable[[str], Any]) -> Readers:
     """Return the functions that convert SQLite's values to Python values, by column name.
 
-    A value of an unexpected type is not converted, because another program may have written it.
+    A value of an unexpected type is not converted, because another program may have written it. A text that is no time becomes
+    None.
     """
 
     def read_document(value: Any) -> Any:
         return read_json(value) if isinstance(value, str) else value
 
     def read_moment(value: Any) -> Any:
-        return datetime.fromisoformat(value).replace(tzinfo=UTC) if isinstance(value, str) else value
+        try:
+            return datetime.fromisoformat(value).replace(tzinfo=UTC) if isinstance(value, str) else value
+        except ValueError:
+            return None
 
     def read_flag(value: Any) -> Any:
         return None if value is None else bool(value)

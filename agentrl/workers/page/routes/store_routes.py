@@ -12,6 +12,7 @@ from agentrl import __version__
 from agentrl.workers.page.answers import answer
 from agentrl.workers.page.read_only import ReadOnlyStore
 from agentrl.workers.page.routes import Store
+from agentrl.workers.page.shown.shown_texts import cut_rows
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.store.connect import database_url
 from agentrl.workflow.store.reads import load_rows, run_rows, series
@@ -81,7 +82,9 @@ def read_machine(store: Store) -> Response:
     """Return the load of the hosts over the last ten minutes."""
     loads = load_rows.load_machines(store)
     start = "docker compose up -d" if store.settings.image else "agentrl up"
-    return answer({"rows": loads.rows, "clock": loads.clock, "running": loads.running, "fresh": loads.fresh, "start": start})
+    return answer(
+        {"rows": cut_rows(loads.rows), "clock": loads.clock, "running": loads.running, "fresh": loads.fresh, "start": start}
+    )
 
 
 class PartialSum(BaseModel):

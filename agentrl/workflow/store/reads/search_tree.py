@@ -375,7 +375,8 @@ def load_candidate(tx: Any, run: str, number: int) -> CandidateOrigin:
     run_id = _find_search(tx, run)["id"]
     candidates, _ = _list_candidates(tx, run_id)
     if not 0 <= number < len(candidates):
-        raise NotFoundError(f"{run} has no candidate {number}.", f"Its candidates are 0 to {len(candidates) - 1}.")
+        there = f"Its candidates are 0 to {len(candidates) - 1}." if candidates else f"List its texts: agentrl prompts {run}"
+        raise NotFoundError(f"{run} has no candidate {number}.", there)
     candidate = candidates[number]
     theirs = candidates[candidate.parent].versions if candidate.parent is not None else {}
     ids = [version for name in candidate.changed for version in (candidate.versions[name], theirs.get(name))]
