@@ -127,7 +127,8 @@ def _read_origins(text: str, key: str) -> frozenset[str]:
     except ValueError as error:
         raise ConfigError(f"AGENTRL_SERVE_ORIGINS: {error}.", "Pass origins: https://app.example.org,...") from error
     if origins and not key:
-        raise ConfigError("AGENTRL_SERVE_ORIGINS requires a key: pages of other sites can call.", "Set AGENTRL_SERVE_KEY.")
+        message = "AGENTRL_SERVE_ORIGINS requires a key, because it lets pages of other sites call this server."
+        raise ConfigError(message, "Set AGENTRL_SERVE_KEY.")
     return origins
 
 

@@ -48,7 +48,7 @@ class Settings(BaseSettings):
     )
     broker_url: str = Field(default="", description="redis:// URL of a broker; empty: the embedded one.")
     broker_password: str = Field(default="", description="Password of the broker, if the URL has none.")
-    redis_server: str = Field(default="", description="Path of a redis-server or valkey-server; none: no embedded broker.")
+    redis_server: str = Field(default="", description="Path of a redis-server or valkey-server; `none`: no embedded broker.")
     gsm8k_dir: Path | None = Field(default=None, description="Folder with gsm8k's train.jsonl and test.jsonl.")
     lease_seconds: float = Field(default=30.0, gt=0, description="How long a claim lives without a heartbeat.")
     tick_seconds: float = Field(

@@ -47,8 +47,8 @@ class _Unwanted(Exception):
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the environment that agents receive: a part of this process's environment, without the database, the broker and
-    secrets, and in addition the location of the certificates.
+    """Return the environment that agents receive: a part of this process's environment, and the location of the certificates.
+    The database, the broker and all secrets are left out.
     """
     variables = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(KEPT_PREFIXES)}
     return variables | _certificates(os.environ.get("SSL_CERT_FILE", ""), os.environ.get("SSL_CERT_DIR", ""))

@@ -123,8 +123,8 @@ def port_of(where: Settings, roles: Sequence[str]) -> int:
 
 def serve_metrics(where: Settings, roles: Sequence[str], db: Callable[[], Database]) -> ThreadingHTTPServer | None:
     """Serve `/metrics` in threads of this process if a port is set. If the port is in use, log a warning and return None.
-    `roles` are the roles of this process. `db` is the function that returns the database. It is called only in the control
-    loop's process, for the metrics of all work.
+    `roles` are the roles of this process. `db` is a function that returns the database. Only the control loop's process
+    calls `db`, because only its metrics come from the rows.
     """
     port = port_of(where, roles)
     if not port:

@@ -34,13 +34,13 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The checkpoint folders of one run that its rows need, by name.
+    """What the rows of one run say about its checkpoint folders, by name.
 
     Args:
         referenced: checkpoints of the policies whose weights have not been removed by garbage collection.
-        collected: checkpoints of the policies whose weights have been marked as removed by garbage collection.
+        collected: checkpoints whose weights garbage collection has marked as removed; a folder may still exist.
         resumable: checkpoints that an update may start from, so their optimizer state is needed.
-        claims: (iteration, train token) of the updates that a live trainer can still publish.
+        claims: (iteration, fencing token) of the updates that a live trainer can still publish.
     """
 
     referenced: Collection[str]

@@ -115,7 +115,7 @@ def _find_previous(fields: Fields, recorded: Recorded) -> tuple[str, RecordedRes
         raise thread.error("previous_message_id", "this API key has no message with this id", NOT_FOUND)
     for name in ("system", "tools"):
         if fields.has(name):
-            raise fields.error(name, "it cannot change within a thread; leave it out")
+            raise fields.error(name, "it cannot change within a conversation; leave it out")
     return previous, response
 
 

@@ -150,8 +150,8 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
             store[target, :, :length] = store[source, :, :length]
 
     def wipe(self, slot: int) -> None:
-        """Set one slot's keys and values to zeros. Otherwise a NaN in the slot would spoil the slot's next row, even at masked
-        positions.
+        """Set one slot's keys and values to zeros. A NaN that stays in the slot would make the logits of its next row
+        NaN, even if attention masks its position.
         """
         if self._store is not None and slot < len(self._store[0]):
             for store in self._store:

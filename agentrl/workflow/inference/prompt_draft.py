@@ -196,9 +196,8 @@ class Lines:
         self.steps.append(step)
 
     def longest_line(self, ids: Ids) -> int:
-        """Return the index of the step whose line is the longest proper beginning of the ids; `ROOT` if there is no such step.
-
-        Only lines that no other line extends are compared.
+        """Return the index of the step whose line (all token ids up to the end of the step) is the longest proper prefix of
+        `ids`; `ROOT` if there is no such step. A line that another line continues is not compared: the longer one decides.
         """
         id_array = np.asarray(ids, np.int32)
         ends = {index: len(line) for index, line in self._ends.items() if _common(line, id_array) == len(line) < len(ids)}

@@ -108,7 +108,9 @@ class Policy:
         """
         if config.numerics == "exact":
             if device not in ("auto", "cpu"):
-                raise ModelError(f"numerics: exact runs on the cpu, not on {device!r}.", "Set AGENTRL_DEVICE=cpu.")
+                raise ModelError(
+                    f"A run with `numerics: exact` computes on the CPU, not on {device!r}.", "Set AGENTRL_DEVICE=cpu."
+                )
             device, threads = "cpu", 1
             torch.use_deterministic_algorithms(True)
         if threads:

@@ -31,13 +31,12 @@ class Patience:
         return self._before + (0.0 if since is None else time.monotonic() - since)
 
     def look(self, meant: float) -> float:
-        """Detect a standstill of the whole process since the previous call of `look`, and return the seconds that the call
-        itself has used.
+        """Return the seconds that the watched call has used so far, without waits and without standstills of the whole process.
 
         Args:
-            meant: the time that the caller intended to wait since the previous call of `look`, in seconds. Time beyond `meant`
-                and the process's own processor time is a standstill: the process was stopped or got no core, so the call could
-                not run either.
+            meant: the time that the caller intended to wait since the previous call of `look`, in seconds. If more
+                time passed than `meant` plus the process's processor time, the rest is a standstill: the process was stopped
+                or got no core, so the watched call could not run either.
         """
         before, worked = self._looked
         now, busy = self.own_seconds, time.process_time()

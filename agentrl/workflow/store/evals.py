@@ -25,7 +25,7 @@ def plan_eval(tx: Connection, run: Mapping[Any, Any], version: int) -> None:
     """Plan the evaluation of the version that the run has just published, if an evaluation of that version is due.
 
     An evaluation is due every `eval.every` versions, and at the end of the run. The evaluation of a paused run is paused too,
-    until the run is resumed or done. If the run's first evaluation is missing (for example after a downgrade of the database),
+    until the run is resumed. If the run's first evaluation is missing (for example after a downgrade of the database),
     an event says so, and the run continues without this evaluation.
     """
     every = run["config"].get("eval", {}).get("every")
