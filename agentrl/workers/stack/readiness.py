@@ -56,18 +56,26 @@ def readiness() -> Readiness:
 
 
 def follow_celery() -> None:
-    """Call `confirm` at Celery's heartbeats, `lose` when the broker is lost. Call this before the worker is created."""
-    from celery.signals import heartbeat_sent
+    """Call `confirm` each time that Celery's consumer has connected to the broker, and `lose` when the broker is lost.
 
-    heartbeat_sent.connect(_confirm, weak=False)
+    This must be called before the worker is created.
+    """
+    from celery.bootsteps import StartStopStep
+
+    from agentrl.workers.stack.celery_app import app
+
+    class ReadyStep(StartStopStep):  # type: ignore[misc]
+        """The step of the consumer's start after which it receives jobs."""
+
+        requires = ("celery.worker.consumer.tasks:Tasks",)
+
+        def start(self, parent: Any) -> None:
+            readiness().confirm()
+
+    app.steps["consumer"].add(ReadyStep)
     # At each lost broker Celery warns of a default that Celery 6 changes, and lets no filter of `warnings` hide it.
     getLogger("py.warnings").addFilter(lambda record: "CPendingDeprecationWarning" not in record.getMessage())
     getLogger(CONSUMER_LOG).addFilter(_report_loss)
-
-
-def _confirm(sender: Any, **kwargs: Any) -> None:
-    if sender.tref is not None:  # without a timer it is the last event of a consumer that stops
-        readiness().confirm()
 
 
 def _reason_of(message: str) -> str:

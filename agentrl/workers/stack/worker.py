@@ -213,6 +213,7 @@ def make_worker(roles: list[str], concurrency: int, kind: str = "Worker", **more
         loglevel="WARNING",
         without_mingle=True,
         without_gossip=True,
+        without_heartbeat=True,  # it would wait for a lost broker for ever, in the thread that handles SIGTERM
         quiet=True,
         **more,
     )
