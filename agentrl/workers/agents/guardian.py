@@ -158,7 +158,7 @@ def guard(connection: socket.socket, function: Callable[..., Any] | None) -> Non
         else:
             with suppress(OSError):  # it has ended just now: its watch sees that
                 send(agent.channel, fields)
-        report = _Watch(order, connection, agent).run()
+        report = _AgentWatch(order, connection, agent).run()
         if report.error_class or not order.reuse:
             agent = None
         takes_more = function is not None and (agent is not None or not descendants(os.getpid()))
@@ -209,7 +209,7 @@ def _start(order: Order, function: Callable[..., Any] | None, connection: socket
 
 
 @dataclass
-class _Watch:
+class _AgentWatch:
     """The state of one episode of an agent while it is running."""
 
     order: Order
