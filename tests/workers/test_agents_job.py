@@ -19,7 +19,7 @@ from agentrl.workers.agents import agents_job, processes
 from agentrl.workers.jobs import pending_agents
 from agentrl.workers.jobs.sampling_server import sampling_server
 from agentrl.workers.stack.dispatch import NO_REPLY
-from agentrl.workers.stack.listening import bind, url_of
+from agentrl.workers.stack.listening import accepts_connections, bind, url_of
 from agentrl.workflow.agents import CLOCK, LLM
 from agentrl.workflow.agents.agent_limits import check_held
 from agentrl.workflow.config import AgentConfig
@@ -131,6 +131,7 @@ def test_agent_waits_for_endpoint_that_accepts_connections(own_database: Databas
         store = partial(leases.publish_service, own_database, ENDPOINT, url, 60.0)
         threading.Timer(0.5, store).start()
         assert agents_job._endpoint_url() == url
+    assert not accepts_connections("http://127.0.0.1:none"), "an invalid AGENTRL_ENDPOINT_URL"
     monkeypatch.setattr(agents_job, "URL_SECONDS", 0.1)
     with pytest.raises(ServiceError, match=f"Nothing listens at {url}"):
         agents_job._endpoint_url()

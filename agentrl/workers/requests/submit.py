@@ -42,7 +42,7 @@ from agentrl.workflow.mcp import mcp_tool
 from agentrl.workflow.models.lookup import (
     TINY,
     check_base,
-    check_code,
+    check_folder,
     existing_model,
     local_folder,
     lora_rank,
@@ -195,7 +195,7 @@ def _resolve_model(experiment: Experiment, policy: PolicyRef | None) -> Starting
         check_base(policy.base, policy.base_hash)
     folder = _local_model_folder(start.base)
     if folder is not None:
-        check_code(config.model, folder)
+        check_folder(config.model, folder)
     return StartingModel(start, folder, _is_trained(policy))
 
 

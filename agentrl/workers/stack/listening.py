@@ -56,12 +56,11 @@ def url_of(listening: socket.socket) -> str:
 
 
 def accepts_connections(url: str) -> bool:
-    """Return whether the server at the URL accepts a TCP connection within CONNECT_SECONDS."""
-    parts = urlsplit(url)
+    """Return whether the server at the URL accepts a TCP connection within CONNECT_SECONDS; False if the URL is invalid."""
     try:
-        socket.create_connection(
-            (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)), CONNECT_SECONDS
-        ).close()
-    except OSError:
+        parts = urlsplit(url)
+        address = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+        socket.create_connection(address, CONNECT_SECONDS).close()
+    except (OSError, ValueError):
         return False
     return True

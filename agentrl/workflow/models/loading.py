@@ -28,7 +28,7 @@ from agentrl.workflow.models.devices import auto_dtype
 from agentrl.workflow.models.fast_forward import is_supported
 from agentrl.workflow.models.gguf_files import read_gguf_record
 from agentrl.workflow.models.headers import read_shapes
-from agentrl.workflow.models.lookup import TRUST, check_code, lora_rank
+from agentrl.workflow.models.lookup import TRUST, check_folder, lora_rank
 from agentrl.workflow.models.lora_targets import LoraLayers, choose_linear, count_by_name
 from agentrl.workflow.models.memory import return_freed_memory
 from agentrl.workflow.models.parameters import Parameters, count_trained
@@ -142,7 +142,7 @@ def check(config: ModelConfig, folder: Path) -> ModelFacts:
         ModelError: the files are not a valid model or tokenizer, weights are missing or do not have the shapes of the config,
             the chat template cannot be rendered, or LoRA has no layer to train.
     """
-    check_code(config, folder)
+    check_folder(config, folder)
     longest, vocabulary = context_and_vocabulary(folder, config.trust_remote_code)
     _check_vocabulary(load_chat(config, folder), vocabulary, folder)
     shapes = read_shapes(folder)

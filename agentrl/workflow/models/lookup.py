@@ -164,9 +164,12 @@ def _named_modules(file: Path) -> Iterator[str]:
                 yield name.rpartition("--")[2].partition(".")[0]
 
 
-def check_code(config: ModelConfig, folder: Path) -> None:
-    """Raise ModelError if a file of the model cannot be read (`check_files`, `check_layers`), if an adapter is beside the
-    model, or if the model has code of its own and the config does not trust this code.
+def check_folder(config: ModelConfig, folder: Path) -> None:
+    """Check that a model's folder may be loaded, without loading it.
+
+    Raises:
+        ModelError: a file cannot be read, is too large or has absurd sizes (`check_files`, `check_layers`); an adapter is
+            beside the model; or the model has code of its own, and the config does not trust this code.
     """
     check_files(folder)
     if any(folder.glob("*.safetensors")):

@@ -36,7 +36,7 @@ from agentrl.workflow.models.cache_layout import read_layout
 from agentrl.workflow.models.devices import mixed_dtype, pick_device
 from agentrl.workflow.models.fast_forward import FastForward, Pass, is_supported, transformers_pass
 from agentrl.workflow.models.logprobs import causal_model
-from agentrl.workflow.models.lookup import base_hash, check_code, code_hash, lora_rank, model_folder
+from agentrl.workflow.models.lookup import base_hash, check_folder, code_hash, lora_rank, model_folder
 from agentrl.workflow.models.lora_targets import LoraLayers, count_by_name
 from agentrl.workflow.models.memory_estimate import COPY_LIMIT
 from agentrl.workflow.models.parameters import count_trained
@@ -66,7 +66,7 @@ class Policy:
         self.folder = folder
         self.device = torch.device(device)
         self.lock = threading.RLock()
-        check_code(config, folder)
+        check_folder(config, folder)
         self.chat: Chat = loading.load_chat(config, folder)
         self.tokenizer = self.chat.tokenizer
         self.rank = lora_rank(config, folder)
