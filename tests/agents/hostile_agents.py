@@ -147,9 +147,10 @@ def counts_then_dies(task: Any, llm: Any) -> dict[str, float]:
 
 
 def answers_twice(task: Any, llm: Any) -> None:
-    """Send a second result into the socket of the first one."""
+    """Print the process id. Then send a second result into the socket of the first one."""
+    print(os.getpid(), flush=True)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                data = json.dumps({"value": os.getpid()}).encode()
+                data = json.dumps({"value": 1.0}).encode()
                 os.write(descriptor, len(data).to_bytes(8, "little") + data)
