@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -128,6 +129,7 @@ CELLS = {
 
 def main() -> int:
     """Play the cells that are asked for; return the exit code."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the processor time up to then is kept
     asked = _arguments()
     models = {name: _absolute(given) for name, given in (("smollm", asked.smollm), ("qwen", asked.qwen)) if given}
     for name, cell in CELLS.items():
@@ -242,7 +244,7 @@ def _once(file: Path, make: Callable[[], Mapping[str, Any]]) -> Any:
 
 @contextmanager
 def _processor_time(stack: Stack, folder: Path) -> Iterator[None]:
-    """Add the processor seconds of the stack and of this process's children to the cell's sum, also after Ctrl-C."""
+    """Add the processor seconds of the stack and of this process's children to the cell's sum, also after Ctrl-C and SIGTERM."""
     file, began = folder / "processor.json", _spent(stack)
     try:
         yield

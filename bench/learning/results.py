@@ -38,11 +38,12 @@ def table(found: Sequence[Result]) -> list[str]:
     ]
     for one in found:
         before, after = (_interval(one["held_out"][when]) for when in ("before", "after"))
-        minutes, processor = one["seconds"] / 60, one["processor_seconds"] / 60
+        minutes, spent = one["seconds"] / 60, one["processor_seconds"]
+        processor = "unknown" if spent is None else f"{spent / 60:.1f}"
         machine = one["machine"].rpartition(", ")[2].replace("no GPU", "CPU")
         lines.append(
             f"| {one['cell']} | {one['model']} | {one['seed']} | {len(one['rewards'])} | {before} | {after} "
-            f"| {one['held_out']['after']['n']} | {machine} | {minutes:.1f} | {processor:.1f} | {one['commit']} |"
+            f"| {one['held_out']['after']['n']} | {machine} | {minutes:.1f} | {processor} | {one['commit']} |"
         )
     return lines
 
