@@ -644,7 +644,7 @@ class AgentConfig(Section):
         if self.network != "endpoint" and not self.sandboxed:
             raise ValueError("network has no effect without the sandbox: the agent has the worker's network")
         if self.reuse and (self.command or self.is_external or self.sandboxed):
-            raise ValueError("reuse applies only to a function without a sandbox: other agents have a process per episode")
+            raise ValueError("agent.reuse works only for an agent that is a function and has no sandbox")
         if self.reuse and self.frozen_clock:
             raise ValueError("frozen_clock stops the clock of a process that reuse shares: leave reuse or frozen_clock out")
         return self

@@ -185,7 +185,7 @@ class Twice(Own):
         (Raising(), "Raising.final_reward raised SystemExit: no"),
         (Word(), "a reward must be a number, not 'str'"),
         (NotANumber(), "returned nan for 'bonus'"),
-        (Twice(), "names a part 'format', and a reward of this env has that name"),
+        (Twice(), "returned a part named 'format', which is also the name of a reward of this env"),
     ],
 )
 def test_own_env_without_reward_is_error(env: Env, why: str) -> None:

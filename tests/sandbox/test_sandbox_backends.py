@@ -635,7 +635,7 @@ try: landlock.check()
 except SandboxUnavailable as error: print(error)
 """
     said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert re.search(r"needs Landlock's ABI 6 .*this kernel has 0.*Install bubblewrap", said)
+    assert re.search(r"needs Landlock's ABI 6 .*this kernel has 0.*install bubblewrap", said)
 
 
 def test_docker_needs_image_and_command(docker_sandbox: Docker) -> None:

@@ -320,14 +320,14 @@ SETTLED: dict[str, tuple[dict[str, Any], str]] = {
     "an option of the optimizer": ({"update.learning_rate": 0.1}, "update.* has no effect with apo"),
     "an option of another algorithm": (
         {"search.max_rollouts": 9},
-        "search.max_rollouts has no effect with apo. It takes search.batch",
+        "search.max_rollouts has no effect with apo. apo takes search.batch",
     ),
     "a group's size": ({"rollout.group_size": 4}, "rollout.group_size has no effect with apo. Set search.group_size"),
     "a length": ({"iterations": 4}, "apo sets its own length"),
     "a clip": ({"algorithm.clip_low": 0.1}, "With apo, no option algorithm.* has an effect except algorithm.name"),
     "rounds of what has none": (
         {"algorithm.name": "fast", "search.rounds": 2},
-        "search.rounds has no effect with fast. It takes none",
+        "search.rounds has no effect with fast. fast takes none",
     ),
     "choosing what does not": (
         {"algorithm.name": "fast", "search.choose_tasks": 2},

@@ -299,7 +299,11 @@ def test_find_returns_algorithm() -> None:
 @pytest.mark.parametrize(
     ("name", "named", "said"),
     [
-        ("reinforce", {"clip_low": 0.1}, "algorithm.clip_low has no effect with reinforce. It takes aggregation, discount."),
+        (
+            "reinforce",
+            {"clip_low": 0.1},
+            "algorithm.clip_low has no effect with reinforce. reinforce takes aggregation, discount.",
+        ),
         ("grpo", {"gae_lambda": 0.9}, "algorithm.gae_lambda has no effect with grpo."),
         ("sapo", {"dual_clip": 3.0}, "algorithm.dual_clip has no effect with sapo."),
         ("cispo", {"convention": "trl", "clip_low": 0.2}, "algorithm.clip_low has no effect with cispo."),

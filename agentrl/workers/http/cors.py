@@ -30,7 +30,7 @@ def read_origins(text: str) -> frozenset[str]:
     origins = [origin.strip() for origin in text.split(",") if origin.strip()]
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):
-            raise ValueError(f"{origin!r} is not an origin: write scheme, host and port, in lower case, without a path")
+            raise ValueError(f"{origin!r} is not an origin: write scheme://host or scheme://host:port in lower case")
     return frozenset(origins)
 
 

@@ -99,7 +99,7 @@ class PendingAgents:
             return
         self._in_vain += 1
         if self._in_vain > RESENDS:
-            raise ServiceError("Agents were sent repeatedly, but no worker runs them.", _AGENTS_WORKER_HINT)
+            raise ServiceError("Agents were sent to the queue several times, but no worker ran them.", _AGENTS_WORKER_HINT)
         self.report_wait(f"Agents were sent, but no worker runs them. {_AGENTS_WORKER_HINT}")
         self._send(late)
 

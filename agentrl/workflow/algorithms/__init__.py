@@ -159,7 +159,7 @@ def _search_options(algorithm: Any, name: str, search: SearchConfig) -> dict[str
     for key in options:
         if key not in algorithm.options:
             takes = ", ".join(f"search.{option}" for option in algorithm.options) or "none of them"
-            raise ConfigError(f"search.{key} has no effect with {name}.", f"It takes {takes}.")
+            raise ConfigError(f"search.{key} has no effect with {name}.", f"{name} takes {takes}.")
     return {**algorithm.options, **options}
 
 
@@ -173,7 +173,7 @@ def resolve_options(config: AlgorithmConfig) -> AlgorithmConfig:
     for name in options:
         if name not in own:
             takes = ", ".join(sorted(own)) or "no options of its own"
-            raise ConfigError(f"algorithm.{name} has no effect with {algorithm.name}.", f"It takes {takes}.")
+            raise ConfigError(f"algorithm.{name} has no effect with {algorithm.name}.", f"{algorithm.name} takes {takes}.")
     return config.model_copy(update={**own, **options})
 
 

@@ -136,7 +136,7 @@ def _split_files(folder: Path, split: str) -> list[Path]:
         scripts = sorted(path.name for path in folder.glob("*.py"))[:1]
         if scripts:
             message = f"The dataset {str(folder)!r} needs its own code ({scripts[0]}), which is not run."
-            raise DatasetError(message, "Run it yourself, and write its rows as .jsonl or .parquet.")
+            raise DatasetError(message, "Run that code yourself, and write the dataset's rows as .jsonl or .parquet.")
         raise DatasetError(f"The folder {str(folder)!r} has no files with rows.", f"Files may be {', '.join(READERS)}.")
     splits = {path: _split_of(path.relative_to(folder)) for path in files}
     if not any(splits.values()):

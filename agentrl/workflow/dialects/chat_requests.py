@@ -140,7 +140,7 @@ def _required_tool(fields: Fields, tools: tuple[Schema, ...]) -> str:
         return check_tool(fields, ANY_TOOL, tools)
     if isinstance(choice, dict) and (name := fields.object("tool_choice").object("function").text("name", MAX_NAME)):
         return check_tool(fields, name, tools)
-    raise fields.error("tool_choice", "it must be auto, none, required or a function's name", "unsupported_value")
+    raise fields.error("tool_choice", "it must be auto, none, required, or an object with a function", "unsupported_value")
 
 
 def _tool(tool: Fields) -> Schema:

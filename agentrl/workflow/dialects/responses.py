@@ -150,7 +150,7 @@ def _required_tool(fields: Fields, tools: Sequence[Schema]) -> str:
     function = fields.object("tool_choice") if isinstance(choice, dict) else None
     if function is not None and function.text("type", MAX_NAME) == "function":
         return check_tool(fields, function.text("name", MAX_NAME), tools)
-    raise fields.error("tool_choice", "it must be auto, none, required or a function's name", "unsupported_value")
+    raise fields.error("tool_choice", "it must be auto, none, required, or an object with a function", "unsupported_value")
 
 
 # tools

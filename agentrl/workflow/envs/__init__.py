@@ -143,7 +143,7 @@ def score_episode(
     except (Exception, SystemExit) as error:
         raise RewardError(f"{source} raised {type(error).__name__}: {error}") from error
     if twice := parts.keys() & own.keys():
-        raise RewardError(f"{source} names a part {min(twice)!r}, and a reward of this env has that name")
+        raise RewardError(f"{source} returned a part named {min(twice)!r}, which is also the name of a reward of this env")
     return parts | spread(check_parts(own, len(places), source), places, len(episode.steps))
 
 

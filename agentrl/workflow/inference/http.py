@@ -284,7 +284,7 @@ def _checked_url(url: str, hint: str) -> str:
     port = parsed_url.port
     wrong = parsed_url.scheme not in ("http", "https") or not parsed_url.host or " " in url
     if wrong or not (port is None or 0 < port < 2**16):
-        raise ConfigError(f"{url!r} is not a server's http URL.", f"{hint}.")
+        raise ConfigError(f"{url!r} is not an http:// or https:// URL with a host and a valid port.", f"{hint}.")
     return url.rstrip("/").removesuffix("/v1")
 
 

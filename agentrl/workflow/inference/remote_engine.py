@@ -275,7 +275,7 @@ def logprobs(values: Sequence[float | None] | None, url: str) -> list[float]:
     """
     if values is None:
         message = f"The server at {url} returns no logprobs, which training needs."
-        raise ModelError(message, "Use vLLM, or --engine rolling.")
+        raise ModelError(message, "Use a server that returns them, such as vLLM, or --engine rolling.")
     believed = [logprob for logprob in values if logprob is not None and LEAST <= logprob <= ROUNDING]
     if len(believed) == len(values):
         return believed

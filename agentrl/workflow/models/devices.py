@@ -39,7 +39,7 @@ def devices_of_ranks(number: int | Literal["auto"], device: str, numerics: str) 
         if number == "auto":
             return [device]
         message = f"update.devices={number} needs {number} devices, and AGENTRL_DEVICE={device} names one."
-        raise ConfigError(message, "Set AGENTRL_DEVICE=cuda, and the cards with CUDA_VISIBLE_DEVICES.")
+        raise ConfigError(message, "Set AGENTRL_DEVICE=cuda. Choose the cards with CUDA_VISIBLE_DEVICES.")
     gpus = torch.cuda.device_count()
     if number == "auto":
         return [f"cuda:{card}" for card in range(gpus)] if gpus > 1 else [device]

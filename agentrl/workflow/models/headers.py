@@ -148,7 +148,7 @@ def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise ValueError("its header does not fit the file")
+            raise ValueError("the length of its header is wrong")
         header = json.loads(stream.read(length))
     if not isinstance(header, dict):
         raise ValueError("its header is not an object")
@@ -172,7 +172,7 @@ def checked_shape(entry: Any, data_bytes: int) -> tuple[int, ...]:
             raise ValueError("its header has an invalid entry")
     sizes = len(shape) <= MAX_DIMENSIONS and all(type(length) is int and 0 <= length < MAX_LENGTH for length in shape)
     if not sizes or not 0 <= start <= end <= data_bytes:
-        raise ValueError("its header does not fit the file")
+        raise ValueError("its header has the position or shape of a weight that the file cannot hold")
     if prod(shape) * BITS[dtype] != (end - start) * 8:
         raise ValueError("a shape in its header does not fit the file")
     return tuple(shape)

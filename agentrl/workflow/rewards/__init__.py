@@ -285,7 +285,9 @@ def check_parts(parts: Mapping[str, Part], steps: int, source: str) -> dict[str,
     """
     for name in parts:
         if not name.isprintable() or not 0 < len(name) <= MAX_NAME:
-            raise RewardError(f"{source} names a part {name[:200]!r}: a name must have 1 to {MAX_NAME} printable characters")
+            raise RewardError(
+                f"{source} returned the part {name[:200]!r}: a name must have 1 to {MAX_NAME} printable characters"
+            )
     return {name: part_of(value, steps, source, name) for name, value in parts.items()}
 
 

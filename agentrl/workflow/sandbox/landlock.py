@@ -94,7 +94,7 @@ def check() -> None:
     if abi() < NEEDED_ABI:
         raise SandboxUnavailable(
             f"The landlock sandbox needs Landlock's ABI {NEEDED_ABI} (Linux 6.12), and this kernel has {abi()}.",
-            "Install bubblewrap where user namespaces are allowed, or set AGENTRL_SANDBOX=docker.",
+            "If this machine allows user namespaces, install bubblewrap. Otherwise set AGENTRL_SANDBOX=docker.",
         )
     filters(owner=True)
 

@@ -148,7 +148,7 @@ class CellSession:
     def _ask(self, request: dict[str, Any], limits: Limits, keeps: bool) -> CodeResult:
         fixed = ("memory_bytes", "processes", "tmp_bytes")
         if changed := [name for name in fixed if getattr(limits, name) != getattr(self._limits, name)]:
-            raise ConfigError(f"A cell's {changed[0]} differs from that of its session.", "Open the session with that limit.")
+            raise ConfigError(f"A cell must have its session's {changed[0]}.", f"Open the session with this {changed[0]}.")
         if limits.cpu_seconds > self._limits.cpu_seconds:
             raise ConfigError(
                 "A cell's cpu_seconds are more than its session's.",

@@ -29,7 +29,9 @@ def uid_range(text: str) -> range:
     """Parse `FIRST-LAST`. Raise ConfigError if the text is not such a range of user ids, or contains root's."""
     first, _, last = text.partition("-")
     if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
-        raise ConfigError(f"AGENTRL_SANDBOX_UIDS is {text!r}, not a range of user ids.", "Write FIRST-LAST: 231000-231255.")
+        raise ConfigError(
+            f"AGENTRL_SANDBOX_UIDS is {text!r}: no range of user ids.", "Write FIRST-LAST, for example 231000-231255."
+        )
     return range(int(first), int(last) + 1)
 
 

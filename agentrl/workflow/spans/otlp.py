@@ -65,8 +65,8 @@ def decode(body: bytes, content_type: str, encoding: str = "", bounds: Bounds = 
         return list((_from_json if kind == JSON else _from_protobuf)(data, _Budget(bounds)))
     except OtlpError:
         raise
-    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, struct.error, RecursionError) as error:
-        raise OtlpError(f"it does not have the shape of an export of traces ({type(error).__name__})") from None
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, struct.error, RecursionError):
+        raise OtlpError("it is not an OTLP export of traces") from None
 
 
 def inflated(body: bytes, encoding: str, max_bytes: int) -> bytes:

@@ -58,7 +58,7 @@ def load_fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
     if row["status"] in OPEN:
         raise StateError(
             f"Episode {episode} has not ended: it is {row['status']}.",
-            "Fork it after it has ended, or pause its run: agentrl pause RUN.",
+            "Fork it when it has ended. To end it now, pause its run: agentrl pause RUN.",
         )
     task = tx.execute(select(schema.tasks).where(schema.tasks.c.id == row["task_id"])).mappings().one()
     (value,) = load_episodes(tx, schema.episodes.c.id == episode, {task["id"]: task_value(task)})

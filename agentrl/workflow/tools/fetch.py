@@ -164,7 +164,7 @@ def _text(response: httpx2.Response, read: bytes) -> str:
     try:
         return text_of(text) if "html" in _content_type(response) else text
     except PageTooLong as error:
-        raise ToolFailure("the page takes too long to read") from error
+        raise ToolFailure("finding the text in the page takes too long") from error
 
 
 def _content_type(response: httpx2.Response) -> str:

@@ -61,7 +61,7 @@ def check_optimizer(name: str, device: str) -> None:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise _unusable(name, device, reason) from error
     if not moved:
-        raise _unusable(name, device, "a step of it changes nothing")
+        raise _unusable(name, device, "its step changes no weight")
 
 
 def _unusable(name: str, device: str, why: str) -> ConfigError:

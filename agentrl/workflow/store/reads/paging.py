@@ -246,7 +246,7 @@ def _resolve(
     sort = paging.sort or own
     column, way = find_order(orders, sort)
     if not (1 <= paging.size <= MAX_SIZE and 0 <= paging.offset <= MAX_ID):
-        raise ConfigError(f"A page has 1 to {MAX_SIZE} rows and an offset of 0 or more, not {paging.size} and {paging.offset}.")
+        raise ConfigError(f"A page has 1 to {MAX_SIZE} rows from row 0 on, not {paging.size} from row {paging.offset}.")
     digest = blake2s(repr((kind.VIEW, sort, sorted(parameters.items()))).encode(), digest_size=6).hexdigest()
     return column, way, digest, _parse_cursor(paging.cursor, digest, column) if paging.cursor else None
 
