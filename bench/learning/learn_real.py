@@ -244,7 +244,7 @@ def _once(file: Path, make: Callable[[], Mapping[str, Any]]) -> Any:
 
 @contextmanager
 def _processor_time(stack: Stack, folder: Path) -> Iterator[None]:
-    """Add the processor seconds of the stack and of this process's children to the cell's sum, also after Ctrl-C and SIGTERM."""
+    """Add the processor seconds of the stack and of this process's children to the cell's sum, also at Ctrl-C and SIGTERM."""
     file, began = folder / "processor.json", _spent(stack)
     try:
         yield
