@@ -57,7 +57,7 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
         "serve": Entry("agentrl.cli.serve:serve", "Serve a policy to any client of the OpenAI or the Anthropic API."),
     },
     "Run": {
-        "resume": Entry("agentrl.cli.run_control:resume", "Resume a run that is paused, failed or without workers."),
+        "resume": Entry("agentrl.cli.run_control:resume", "Resume a paused or failed run, or start a run's missing workers."),
         "pause": Entry("agentrl.cli.run_control:pause", "Pause a run after the work in progress."),
         "report": Entry("agentrl.cli.report:report", "Write a run to wandb, trackio, tensorboard or mlflow."),
         "cancel": Entry("agentrl.cli.run_control:cancel", "End a run for good, and keep its rows."),

@@ -281,7 +281,7 @@ def _seconds_lines(view: RunView) -> list[str]:
 
 
 def trained_on_query(run: str) -> str:
-    """Return the command that lists the stored episodes on which a run trained, for a run that samples no episodes."""
+    """Return the command that lists the episodes on which a run trained, for a run that trains on stored episodes."""
     return f"agentrl sql \"SELECT episode_id, task, advantage, fate FROM v_ledger WHERE run = '{run}' LIMIT 50\""
 
 

@@ -32,7 +32,8 @@ def check_model(config: ModelConfig, base: str) -> dict[str, Any]:
     ModelError if the files are not a model, or do not fit the config.
 
     Returns:
-        The facts for a plan (`models.loading.ModelFacts`); empty for a hub model that is not on this machine.
+        What `submit --dry-run` prints about the model (`models.loading.ModelFacts`); empty for a hub model that is not on this
+        machine.
     """
     return _checked(probe_facts("model", base, config.model_dump_json()))
 

@@ -28,7 +28,7 @@ def resume(
     wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Resume a run that is paused, failed or without workers, or extend it."""
+    """Resume a paused or failed run, start the missing workers of a run, or extend a run."""
     from agentrl.cli.ensure_workers import ready_workers, with_resume_hint
     from agentrl.workers.requests.requirements import requirements_of
     from agentrl.workers.stack import broker

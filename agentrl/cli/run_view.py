@@ -78,8 +78,8 @@ class RunView:
 
 
 def iteration_seconds(rows: Sequence[Row]) -> list[float]:
-    """Return the duration of each iteration, in seconds. If an iteration began before the previous one ended, the time up to
-    that end is left out, so that overlapping time counts once.
+    """Return the duration of each iteration, in seconds. Time in which two iterations overlap counts only for the earlier
+    one.
     """
     seconds, ended = [], None
     for row in rows:

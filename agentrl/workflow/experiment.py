@@ -69,7 +69,7 @@ class Experiment:
 
     @cached_property
     def agent(self) -> Callable[..., Any] | None:
-        """The function that is the run's agent; None if the agent is a program, runs elsewhere, or is the built-in loop."""
+        """The run's Python function or class; None if its agent is a program, runs elsewhere, or is the built-in loop."""
         agent = self.config.agent
         return None if agent is None or agent.command or agent.is_external else find("agents", agent.name)
 

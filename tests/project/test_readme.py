@@ -107,5 +107,5 @@ def test_document_table_has_every_algorithm_with_curve() -> None:
     prompts = section(DOCS / "algorithms.md", "## Prompts that learn")
     named = re.compile(r"^\| `(\w+)`", re.MULTILINE)
     assert set(named.findall(prompts)) == set(names("algorithms")) - gradients().keys()
-    for told in (table.replace(prompts, "").split("## Options of every algorithm")[0], learned):
+    for told in (table.replace(prompts, "").split("## Options of training")[0], learned):
         assert set(named.findall(told)) == gradients().keys()

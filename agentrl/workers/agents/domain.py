@@ -30,7 +30,8 @@ class _Ruleset(ctypes.Structure):
 
 
 def enter() -> bool:
-    """Put this process into a new domain. Return False if the kernel cannot limit signals.
+    """Put this process into a new Landlock domain, whose processes cannot signal processes outside. Return False if the kernel
+    does not support this.
 
     The process and its children cannot leave the domain. Programs that they execute, such as sudo, get no additional rights.
     """

@@ -292,7 +292,7 @@ class Conversation:
         self.lines.steps[:] = episode.steps
 
     def step_of(self, request_id: str, choice: int) -> int | None:
-        """Return the index of the step that is a choice of the response to that request; None if there is no such step.
+        """Return the index of the step that was this choice in the response to that request; None if there is no such step.
         Thread-safe.
         """
         return self._by_id.get(choice_id(request_id, choice))

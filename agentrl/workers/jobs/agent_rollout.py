@@ -215,7 +215,9 @@ class AgentRollout:
         self.inbox.put(InboxEvent(self.work.fence.group, call.episode, request=call))
 
     def step_of(self, episode: int, request_id: str, choice: int) -> int | None:
-        """Return the index of the step that is a choice of an earlier response; None if there is no such step. Thread-safe."""
+        """Return the index of the step that was this choice in the response to that request; None if there is no such step.
+        Thread-safe.
+        """
         conversation = self._conversations.get(episode)
         return None if conversation is None else conversation.step_of(request_id, choice)
 

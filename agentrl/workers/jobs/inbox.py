@@ -19,11 +19,11 @@ class InboxEvent:
 
     Attributes:
         group, episode: the ids of the group and the episode that the event is about.
-        completion: the sampled turn of the episode.
+        completion: the finished sampling of a turn of the episode.
         call: the id of a tool call that was answered, or that a worker could not run.
         reason: why a worker could not run `call`; empty if the call was answered.
         request: a request of an external agent that arrived, or whose client disconnected.
-        turn: the turn of an external agent that `completion` finishes.
+        turn: with `completion`, the turn that an external agent requested; None in the built-in loop.
         woken: True if the row of the episode's agent may have changed.
     """
 

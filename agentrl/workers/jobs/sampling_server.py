@@ -90,7 +90,7 @@ class EpisodeServer(Protocol):
         """Return the response to an earlier request of the episode's current attempt; None if there is no such response."""
 
     def step_of(self, episode: int, request_id: str, choice: int) -> int | None:
-        """Return the index of the step that is a choice of an earlier response; None if there is no such step."""
+        """Return the index of the step that was this choice in the response to that request; None if there is none."""
 
 
 @dataclass(eq=False)

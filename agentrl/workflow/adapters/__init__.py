@@ -57,10 +57,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A reader of model turns in spans of one convention.
+    """A plug-in that reads model turns from spans. Each adapter reads one convention of attribute names.
 
     Args:
-        name: the name of the file.
+        name: the name of the adapter's file.
         turn: a function that returns the turn of a span, or None if the span is not a model turn. It raises ValueError if the
             turn is invalid.
     """

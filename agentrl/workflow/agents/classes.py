@@ -23,11 +23,11 @@ class Agent:
     """The base class of agents. Override `rollout` with the arguments that your agent needs."""
 
     def rollout(self, task: AgentTask, resources: dict[str, Any], llm: LLM) -> Any:
-        """Solve the task by calling the model; return the same values as a function agent.
+        """Solve the task by calling the model. Return None, a number (the reward), named rewards, or an `Answer`.
 
         Args:
             task: the task.
-            resources: the run's texts by name, and `llm`.
+            resources: the run's texts by name, and the address of the model under the name `llm`.
             llm: the address of the model.
         """
         raise NotImplementedError(f"{type(self).__name__} has no rollout(task, resources, llm)")

@@ -145,13 +145,13 @@ def call_end(tools: Sequence[Schema], tool_format: ToolFormat) -> str:
 
 
 def turn_grammar(constraint: Constraint, tools: Sequence[Schema], chat: "Chat", prompt_ids: Sequence[int]) -> str:
-    """Return the grammar of the turn, in llguidance's dialect of Lark.
+    """Return the grammar that enforces a constraint on the next turn, in llguidance's dialect of Lark.
 
     Args:
-        constraint: the constraint, which needs a grammar.
+        constraint: the constraint; its `needs_grammar` is True.
         tools: the offered tools.
         chat: the chat format of the model.
-        prompt_ids: all tokens before the turn, which may leave a thought open.
+        prompt_ids: all tokens before the turn. They show whether the turn begins inside a thought.
 
     Raises:
         ModelError: the schemas are too large, or a required tool is not offered.

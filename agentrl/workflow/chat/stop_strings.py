@@ -62,8 +62,8 @@ class Stops:
         self._may: dict[int, bool] = {}
 
     def is_completed(self, ids: "Sequence[int] | NDArray[np.int64]", end: int | None = None) -> bool:
-        """Return True if the last of a turn's ids completes one of the strings. Only the end of the turn is read. `ids` are the
-        turn's ids; an array may be longer than the turn. `end` is the number of ids that belong to the turn; None: all.
+        """Return True if the last token of a turn completes one of the strings. The turn is the first `end` ids of `ids`; if
+        `end` is None, it is all of them. Only the end of the turn is read.
         """
         end = len(ids) if end is None else end
         last = int(ids[end - 1])

@@ -22,7 +22,7 @@ def question_key(task: Task) -> bytes:
 
 
 def find_repeated(tasks: Iterable[Task]) -> Iterator[tuple[Task, Task]]:
-    """Yield (earlier task, later task) for each later task that has the question of an earlier task."""
+    """Yield (first task, task) for each task whose question an earlier task already had."""
     first: dict[bytes, Task] = {}
     for task in tasks:
         earlier = first.setdefault(question_key(task), task)

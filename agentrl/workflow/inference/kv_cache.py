@@ -24,7 +24,9 @@ from agentrl.workflow.models.memory_estimate import LENGTH_STEP
 
 @dataclass(frozen=True, slots=True)
 class SlotStates:
-    """The content of one slot, copied. For each layer: keys and values (heads, tokens, head_dim), or states (...), or both."""
+    """The content of one slot, copied. For each layer: keys and values (heads, tokens, head_dim), or states (their
+    shapes depend on the layer), or both.
+    """
 
     layers: tuple[tuple[Tensor, ...], ...]
     length: int
@@ -73,7 +75,7 @@ class SlotCache(Cache):
         return SlotStates(tuple(layer.take(slot, length) for layer in self._slot_layers()), length)
 
     def put(self, states_taken: SlotStates, slot: int) -> None:
-        """Write content that `take` returned into a slot, from position 0."""
+        """Write what `take` returned into a slot, from position 0."""
         for layer, states in zip(self._slot_layers(), states_taken.layers, strict=True):
             layer.put(slot, *states)
 

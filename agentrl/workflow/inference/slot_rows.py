@@ -185,13 +185,13 @@ class DecodeGraphs:
         self.clear()
 
     def next_tokens(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Read one more token of each row. Return the logits (n, V) after it, and the result (2, n) of `sampling.draw` for
-        these logits.
+        """Run the model on the newest token of each row. Return the logits (n, V) of the token after it, and the result (2, n)
+        of `sampling.draw` for these logits.
 
         Both are valid until the next call.
 
         Args:
-            numbers: (4, n) float64, on the CPU. For each row: the token, the number of tokens that the row has read before, the
+            numbers: (4, n) float64, on the CPU. For each row: its newest token, the number of tokens before that one, the
                 uniform number in [0, 1) for the draw, and the temperature.
         """
         count = numbers.shape[1]

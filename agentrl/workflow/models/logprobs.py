@@ -36,7 +36,7 @@ class Prefixes:
     Args:
         ids: (G, S).
         mask: (G, S), 1 for a token and 0 for padding.
-        of: (B,), the number of the prefix that each row continues.
+        of: (B,), for each row the index (0 to G - 1) of the prefix that the row continues.
     """
 
     ids: Tensor
@@ -68,7 +68,7 @@ def token_logprobs(
     score_mask: Tensor | None = None,
     prefixes: Prefixes | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute only the logprobs and the entropies of `token_scores`. The entropies have no gradient."""
+    """Return the logprobs and the entropies of `token_scores`, each (B, T - 1). The entropies have no gradient."""
     scores = token_scores(model, input_ids, attention_mask, temperature, score_mask, prefixes)
     return scores.logprobs, scores.entropy
 

@@ -169,7 +169,7 @@ def cpu_seconds_of(box: RunningSandbox, lasting: Set[int] = frozenset()) -> floa
     """Return the processor time that the programs in a sandbox have used so far, in seconds.
 
     If `box.cgroup` counts processor time, that count is returned; it covers all processes of the sandbox. Else the times of the
-    living processes are added up, except those with the ids `lasting`, which belong to the sandbox itself.
+    living processes are added up. `lasting` has the ids of processes that belong to the sandbox itself; they are left out.
     """
     counted = box.cgroup.cpu_seconds()
     if counted is not None:

@@ -40,8 +40,8 @@ class Waits:
     """The time that a changing set of processes has waited for a core, as far as it was observed.
 
     Threads may wait at the same time. So at each check only the longest wait of a single thread since the last check is added
-    to `seconds`. A program cannot make itself look starved by threads that wait for each other: while one of its threads waits,
-    the others run, and the program's processor time grows by at least as much.
+    to `seconds`. A program cannot make itself look starved by threads that wait for each other to leave a core: while one
+    of them waits, another one runs, so the program's processor time grows at least as fast as `seconds`.
     """
 
     def __init__(self) -> None:

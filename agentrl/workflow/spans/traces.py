@@ -93,11 +93,12 @@ class Trace:
 
 
 def traces_of(spans: Sequence[Span]) -> list[Trace]:
-    """Group the spans into rollouts, ordered by start time. Spans with the same start time stay in the given order.
+    """Group the spans into rollouts. The rollouts, and the spans of each, are ordered by start time; spans with the same start
+    time stay in the given order.
 
-    A span without a rollout id belongs to the first rollout that another span of its trace names. A span that was exported
-    twice is used once. If a rollout has several attempts, only the spans of the attempt that began last and the spans without
-    an attempt are used.
+    A span without a rollout id gets the first rollout id in its trace; if there is none, the first conversation id; else the
+    trace is a rollout. A span that was exported twice is used once. If a rollout has several attempts,
+    only the spans of the attempt that began last and the spans without an attempt are used.
     """
     unique: dict[tuple[str, str], Span] = {}
     for span in spans:

@@ -91,9 +91,13 @@ def find_policy(tx: Any, run: str, version: Version) -> Row:
 
 
 def require_weights(run: str, version: int, collected_at: datetime | None, purpose: str = "") -> None:
-    """Raise CheckpointError if the weights of a run's policy version were removed. `collected_at` is the time of the removal;
-    None if the weights exist. `purpose` says what needs the weights, for the error message; empty if the user named the
-    version.
+    """Raise CheckpointError if the weights of a run's policy version were removed.
+
+    Args:
+        run: the run's name.
+        version: the policy version.
+        collected_at: the time of the removal; None if the weights exist.
+        purpose: the operation that needs the weights, for the error message; empty if the user named the version.
     """
     if collected_at is not None:
         raise CheckpointError(
@@ -104,8 +108,8 @@ def require_weights(run: str, version: int, collected_at: datetime | None, purpo
 
 @sql_read_transaction
 def find_policy_at(tx: Any, path: str) -> str:
-    """Return `RUN@VERSION` of the policy that was first published with this checkpoint path. Return an empty text if there is
-    none.
+    """Return `RUN@VERSION` of the policy whose checkpoint has this path; empty if there is none. If several policies have it,
+    return the oldest.
     """
     query = "SELECT r.name, p.version FROM policies p JOIN runs r ON r.id = p.run_id WHERE p.path = :path ORDER BY p.id LIMIT 1"
     rows = select_rows(tx, query, path=path)

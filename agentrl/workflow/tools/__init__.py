@@ -182,7 +182,7 @@ class Tool:
         return str(value)
 
     def returned(self, arguments: Mapping[str, Any]) -> object:
-        """Run the tool, and return the function's value.
+        """Run the tool, and return the value of its function, unconverted.
 
         Raises:
             ToolFailure, InfraError: see `call`.

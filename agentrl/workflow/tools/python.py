@@ -67,7 +67,7 @@ class CodeTool(Tool):
         return self._tool_result(self._run_program(arguments))
 
     def open(self) -> Session:
-        """Open a session in the sandbox of this process, with this tool's limits.
+        """Start a Python session in the sandbox that this process uses, with this tool's limits.
 
         Raises:
             InfraError: the session did not start.

@@ -77,8 +77,8 @@ class TokenBatch:
 class LossTerms:
     """A microbatch's share of the minibatch's loss (a scalar with a gradient), and sums for the metrics.
 
-    `sums` are sums over trained tokens, by metric. A sum divided by the minibatch's number of trained tokens is the metric of
-    that name.
+    `sums` has each metric's sum over the microbatch's trained tokens. To get the metric, add up the sums of the minibatch's
+    microbatches, and divide by the minibatch's number of trained tokens.
     """
 
     loss: Tensor
@@ -130,7 +130,10 @@ def clipped(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor
 
 
 def clipped_sequence(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Return the clipped surrogate of the row's ratio, the product of its tokens' ratios (TRL's RLOO)."""
+    """Return PPO's clipped surrogate with one ratio for all tokens of a row: the product of its tokens' ratios (TRL's RLOO).
+
+    See `clipped_surrogate`.
+    """
     total = batch.log_ratio().sum(-1, keepdim=True).clamp(max=MAX_SEQUENCE_LOG_RATIO)
     log_ratio = total.expand_as(batch.logprobs)
     return clipped_surrogate(log_ratio, batch.advantages, *_clips(options))
@@ -292,9 +295,9 @@ def aggregate(per_token: Tensor, mask: Tensor, name: str, normaliser: Normaliser
     (the GRPO paper), `seq-mean-token-sum`, and Dr.GRPO's `seq-mean-token-sum-norm`: the sum divided by (number of episodes x
     `normaliser.width`), as in verl 0.9.1 and TRL.
 
-    In `token-mean`, every token has the same weight. In the other methods, every episode has the same weight: `seq` in their
-    names means an episode. An episode has one training row for each of its chains, and `weights` (B,) says which share of its
-    episode each row has. The shares of an episode's rows sum to 1.
+    `token-mean` is a mean over tokens. The other methods are means over episodes: `seq` in their names means an episode. An
+    episode has one training row for each of its chains. Its loss is the sum over these rows of the row's weight times the mean
+    or sum of the row's tokens. `weights` (B,) has the weights, which add up to 1 in each episode; None: each is 1.
     """
     values = torch.where(mask, per_token, 0.0)
     if weights is not None and name != "token-mean":

@@ -85,9 +85,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """B training rows as tensors, for one forward and backward pass. Each tensor is (B, T), except `weights` (B,): the share of
-    each training row in its episode. If `prefixes` is None, the tensors contain the complete rows. Otherwise, `prefixes`
-    contains the beginnings of the rows, and the tensors contain only the tokens after them.
+    """B training rows as tensors, for one forward and backward pass. Each tensor is (B, T), except `weights` (B,): one divided
+    by the number of training rows of the row's episode. If `prefixes` is None, the tensors contain complete rows. Otherwise
+    `prefixes` contains the common beginnings of the rows, and the tensors contain only the tokens after them.
     """
 
     prefixes: Prefixes | None

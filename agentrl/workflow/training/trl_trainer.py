@@ -70,8 +70,9 @@ class TrlTrainer(Trainer):
         self._credit: Credit = find("credits", self._algorithm.credit)
 
     def update(self, groups: Sequence[Group], iteration: int) -> Update:
-        """Update the policy. A group is dropped unless each of its episodes can train and is exactly one training row; the
-        report says why. Raise InfraError if memory runs out. Raise RewardError if an episode's reward is not a finite number.
+        """Update the policy. Only groups are used in which every episode can train and is exactly one training row; `dropped`
+        of the result says why the others are not used. Raise InfraError if memory runs out. Raise RewardError if an
+        episode's reward is not a finite number.
         """
         started = time.perf_counter()
         usable_groups, dropped = select_whole_groups(groups, self._config.rollout.group_size)

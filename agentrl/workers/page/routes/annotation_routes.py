@@ -95,8 +95,8 @@ class PromptsAnswer(BaseModel):
 
 class TreeCandidate(BaseModel):
     """A candidate of a search. `score` is its mean reward on `tasks` tasks; the search compares candidates by it. `held_out` is
-    its mean reward on held-out tasks. `group` is its first group. `difference` is the beginning of the difference between its
-    text and its parent's text.
+    its mean reward on held-out tasks. `group` is the id of the first group that was sampled with it. `difference` is the
+    beginning of the difference between its text and its parent's text.
     """
 
     number: int

@@ -171,8 +171,8 @@ class Parting(BaseModel):
 
 
 class WholeGroup(BaseModel):
-    """A group. `left_out` counts the episodes beyond the limit. `parting` compares the first `aligned_tokens` tokens of each
-    episode.
+    """A group. `left_out` counts the episodes beyond the limit. `parting` says where the episodes diverge, within the first
+    `aligned_tokens` tokens of each.
     """
 
     group: ShownRow

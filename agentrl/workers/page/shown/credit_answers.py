@@ -92,7 +92,9 @@ def explain_members(tx: Any, reader: CreditReader, members: Sequence[Member], re
 
 
 def explain_episode(tx: Any, reader: CreditReader, episode: int, group: int) -> dict[str, Any]:
-    """Return the explanation of the episode's advantage. The keys `run` and `run_id` name the run whose update computed it."""
+    """Return the explanation of the episode's advantage. The keys `run` and `run_id` name the run whose update computed the
+    advantage.
+    """
     members = load_group_members(tx, group, reader.run["reward_set"])
     recorded = {} if reader.recorded is None else {episode: reader.recorded}
     own = [member for member in members if member.row["id"] == episode]

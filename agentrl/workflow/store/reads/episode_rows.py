@@ -280,8 +280,8 @@ def _find_row(tx: Any, episode: int) -> EpisodeRow | None:
 
 
 def load_episode(tx: Any, episode: int) -> Episode:
-    """Return the episode with annotations and the steps of its current attempt. The first steps of a fork are those of its
-    parent.
+    """Return the episode with the steps and annotations of its current attempt. The steps of a fork begin with those that it
+    inherited from its parent.
     """
     (row,) = select_rows(tx, "SELECT * FROM episodes WHERE id = :id", id=episode)
     (task,) = select_rows(tx, "SELECT * FROM tasks WHERE id = :id", id=row["task_id"])

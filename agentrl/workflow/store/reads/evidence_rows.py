@@ -48,12 +48,12 @@ COLUMNS: Mapping[str, EvidenceColumn] = {
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """A page of the list.
+    """A page of a list of episodes with their evidence.
 
     Args:
         rows: the columns of `EpisodeRow`, with `task_id`, `question`, `parts` (part, value and weight of each part of the
             reward), `failed_call` (tool, error_class and the beginning of the first failed call's result; None if no call
-            failed) and `fate`.
+            failed) and `fate` (the episode's status, and whether an update trained on it).
         next: the cursor of the following page; empty on the last page.
         searched: the number of episodes that were checked for this page; None if the filter needs no search.
         total: the number of episodes that the complete search checks; None if the filter needs no search.

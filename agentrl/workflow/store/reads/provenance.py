@@ -143,7 +143,7 @@ class UpdateInputs:
 
     @property
     def iteration(self) -> int:
-        """The iteration's number, counted from 1. The update's policy version has the same number."""
+        """The iteration's number, counted from 1. It is also the version of the policy that the update makes."""
         return self.number + 1
 
     @property
