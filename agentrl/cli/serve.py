@@ -176,7 +176,7 @@ def _serve(db: "Database", config: "RunConfig", ref: Any, of: str, listening: "s
         served = serve_policy(db, run, Experiment(settled), opened, listening, how)
     if served.was_ended:
         say(f"{run.name} was ended by another command.")
-    show(f"{run.name}: {_count(served.episodes, 'episode')}, {_count(served.calls, 'call')}")
+    show(f"{run.name}: {_count(served.episodes, 'episode')}, {_count(served.calls, 'request')}")
 
 
 def _count(number: int, what: str) -> str:

@@ -291,7 +291,7 @@ def test_serve_ends_episode_by_silence_and_all_at_exit(world_model: Path, tmp_pa
         made.post(x_agentrl_episode="quick")
         until(lambda: made.rows("SELECT status FROM episodes") == [("done",)])
         made.post(x_agentrl_episode="last")
-        assert made.end().splitlines()[-1] == "serve-1: 2 episodes, 2 calls"
+        assert made.end().splitlines()[-1] == "serve-1: 2 episodes, 2 requests"
         assert made.process.returncode == 0
         assert made.rows("SELECT status FROM episodes ORDER BY id") == [("done",), ("done",)]
         assert made.rows("SELECT kind, status FROM runs") == [("serve", "done")]
