@@ -37,7 +37,8 @@ class Settings(BaseSettings):
     home: Path = Field(default=Path(".agentrl"), description="Folder for the database, models, checkpoints, logs.")
     database_url: str = Field(default="", description="SQLAlchemy URL; empty: SQLite in home.")
     database_reader_url: str = Field(
-        default="", description="Postgres URL that `agentrl sql` logs in with; empty: database_url as the role agentrl_reader."
+        default="",
+        description="Postgres URL with which `agentrl sql` logs in; empty: AGENTRL_DATABASE_URL with the user agentrl_reader.",
     )
     reader_password: str = Field(default="", description="Password of agentrl_reader, set by `agentrl db upgrade`.")
     tools_password: str = Field(
@@ -66,7 +67,7 @@ class Settings(BaseSettings):
     )
     engine_key: str = Field(default="", description="API key of the servers at engine_url, if they need one.")
     vllm_args: str = Field(default="", description="More arguments of the server of the engine vllm, as in a shell.")
-    critic_url: str = Field(default="", description="http:// URL of the critic model of apo and gepa.")
+    critic_url: str = Field(default="", description="URL of the server with the critic model of apo and gepa.")
     critic_key: str = Field(default="", description="API key of the server at critic_url, if it needs one.")
     search: str = Field(
         default="", description="What the tool search reads: a folder of text files, a .jsonl file, or an http:// URL."
@@ -90,7 +91,8 @@ class Settings(BaseSettings):
     )
     endpoint_calls: int = Field(default=1024, ge=1, description="Maximum open calls of an endpoint.")
     tasks_key: str = Field(
-        default="", description="Key with which external agents ask for tasks; empty: a random one in home, for this machine."
+        default="",
+        description="Key with which external agents ask for tasks; empty: a random one, stored in AGENTRL_HOME.",
     )
     rewards_key: str = Field(
         default="", description="Key with which external agents send rewards; empty: their rewards are refused."
@@ -125,13 +127,18 @@ class Settings(BaseSettings):
 
     ready_file: Path | None = Field(default=None, description="File that exists while a worker is ready, for health checks.")
     metrics_port: int = Field(
-        default=0, ge=0, le=65_000, description="Port of /metrics of the control loop; 0: off. Other roles: the next ports."
+        default=0,
+        ge=0,
+        le=65_000,
+        description="Port of /metrics of the control loop; 0: off. Next ports: rollout, train, tools, agents, endpoint.",
     )
     metrics_host: str = Field(default="127.0.0.1", description="Address of /metrics.")
     log: Literal["text", "json"] = Field(default="text", description="Format of the workers' logs: text or json.")
     notify_url: str = Field(default="", description="http:// URL that gets a POST when a run ends or waits.")
     notify_command: str = Field(default="", description="Command to run when a run ends or waits; it gets JSON on stdin.")
-    image: bool = Field(default=False, description="Set in the compose stack: messages then name commands of docker compose.")
+    image: bool = Field(
+        default=False, description="True in the image of the compose stack: messages then name commands of docker compose."
+    )
 
     @field_validator("home", mode="before")
     @classmethod
