@@ -99,7 +99,7 @@ def serve(
 
     token, own = _read_token()
     if path is not None and (host, port) != (HOST, PORT):
-        raise ConfigError("--socket and --host or --port exclude each other.", "Choose one.")
+        raise ConfigError("--socket excludes --host and --port.", "Pass --socket alone, or --host and --port.")
     offer = select_tools(env, [name for option in tool_names or () for name in _tool_names(option)])
     where: AbstractContextManager[socket.socket]
     where = (

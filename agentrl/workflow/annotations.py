@@ -124,8 +124,8 @@ def rewards_of(annotations: Sequence[Annotation], steps: int) -> dict[str, float
 
     A reward is one number, or one number per step if any annotation of that name belongs to a step. A later reward replaces an
     earlier reward of the same name and step. If a name has rewards of steps and a reward of the episode, the episode's reward
-    is added to the last step. Rewards of steps that do not exist are ignored. Rewards from hooks are ignored too, because hooks
-    return their rewards. `steps` is the number of steps of the episode.
+    is added to the last step. Rewards of steps that do not exist are ignored. Annotations by hooks are ignored too: a hook's
+    reward is what the hook returns. `steps` is the number of steps of the episode.
     """
     whole: dict[str, float | tuple[float, ...]] = {}
     by_step: dict[str, dict[int, float]] = {}

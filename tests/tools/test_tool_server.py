@@ -508,7 +508,7 @@ def refuses(server: Server) -> bool:
         (["--tools", "echo", "--host", "0.0.0.0"], "", 2, "Set AGENTRL_TOOLS_TOKEN."),
         (["--tools", "echo", "--host", "::"], "", 2, "Set AGENTRL_TOOLS_TOKEN."),
         (["--tools", "echo"], "two words", 2, "AGENTRL_TOOLS_TOKEN has characters"),
-        (["--tools", "echo", "--socket", "x", "--port", "1"], "", 2, "exclude each other"),
+        (["--tools", "echo", "--socket", "x", "--port", "1"], "", 2, "--socket excludes --host and --port"),
         (["--tools", "echo", "--socket", "x" * 200], "", 4, "annot serve tools at"),
         (["--tools", "echo", "--host", "no.such.host.invalid"], "", 4, "annot serve tools at"),
     ],

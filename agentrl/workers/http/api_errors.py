@@ -50,7 +50,7 @@ def as_json(value: Any) -> bytes:
 
 
 def error_json(error: RequestError, path: str = "") -> bytes:
-    """Return the body of the response to a request for this path."""
+    """Return the JSON body of an error response, in the dialect of the request's path."""
     return as_json(dialect_of(path).error_body(error))
 
 

@@ -407,7 +407,7 @@ class Conversation:
         return bool(before - {call.body_hash})
 
     def in_flight(self, call: AgentCall) -> AgentTurn | None:
-        """Return the turn in flight whose request this one repeats; None if there is no such turn.
+        """Return the turn that is being sampled for an equal request; None if there is no such turn.
 
         If a stream breaks, its client may send the request again without `stream`, perhaps before the server notices the break.
         Such a request counts as a repetition too.

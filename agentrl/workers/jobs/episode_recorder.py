@@ -92,7 +92,7 @@ class EpisodeRecorder:
         return calls
 
     def commit_calls(self, records: Sequence[StepRecord]) -> list[Step]:
-        """Commit the sampled responses to external agents, and the results of earlier calls that the agents' requests contain.
+        """Commit the turns that were sampled for external agents. Also commit the tool results that the agents sent.
 
         Returns:
             The stored steps, in the order of `records`.

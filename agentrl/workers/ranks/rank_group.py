@@ -177,7 +177,7 @@ class RankGroup:
             if silent > limit:
                 raise InfraError(f"Rank {number} of {len(self._ranks)} did not respond for {silent:.0f} s in the {name}.")
         if now - progressed > patience and name == "update":
-            raise InfraError(f"None of {len(self._ranks)} ranks began a microbatch for {now - progressed:.0f} s.")
+            raise InfraError(f"In the last {now - progressed:.0f} s, none of {len(self._ranks)} ranks began a microbatch.")
 
     def _lost_error(self, number: int, name: str) -> InfraError:
         process = self._ranks[number].process

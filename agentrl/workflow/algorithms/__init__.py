@@ -104,7 +104,9 @@ def searches(algorithm: Any) -> bool:
 
 
 def search_function(algorithm: Any) -> Callable[..., Any]:
-    """Return a search's function. Raise ConfigError if its package is missing, or its class cannot be instantiated."""
+    """Return a search's function. Raise ConfigError if a package that the search needs is missing, or if the search's class
+    cannot be instantiated.
+    """
     if not isinstance(algorithm, Search):
         try:
             own: Callable[..., Any] = (algorithm() if isinstance(algorithm, type) else algorithm).run

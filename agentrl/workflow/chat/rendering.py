@@ -109,7 +109,7 @@ class Chat:
         )
 
     def at(self, clock: datetime) -> "Chat":
-        """Return a copy of the chat whose template always gets this time."""
+        """Return a copy of the chat in which `clock` is the current time for the template."""
         view = copy(self)
         view._clock, view._prefixes = clock.astimezone(UTC), OrderedDict()
         view.__dict__.pop("_turn_prompt", None)

@@ -157,9 +157,9 @@ def is_supported(model: Any, adapter: str = "") -> bool:
 
 
 def transformers_pass(model: Any) -> Pass:
-    """Return the `Pass` of any model, which uses transformers' own forward pass.
+    """Return a `Pass` that calls transformers' own forward pass. It works for any model.
 
-    Its mask must have the form that the model's attention takes.
+    The mask of this `Pass` must have the form that the model's attention takes.
     """
     parameter = cache_parameter(model)
 

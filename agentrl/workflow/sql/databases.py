@@ -48,7 +48,7 @@ OR EXISTS (
 
 def check(database: str) -> None:
     """Check that the database exists and that the login can only read it. Raise ConfigError if the database does not exist.
-    Raise ServiceError if the database does not respond, or its login may do more than read.
+    Raise ServiceError if the database does not respond, or if its login has more rights than reading.
     """
     if not database:
         raise ConfigError("The tool sql has no database.", HINT)
@@ -68,7 +68,7 @@ def prepare(database: str) -> None:
 def read_here(database: str, query: str, limit: int) -> Table:
     """Run one SELECT in this process, and return its columns and at most `limit` rows. If `query` is empty, return the tables.
     Raise AccessDenied if the query does more than read, or exceeds the limits. Raise ConfigError if the query is invalid. Raise
-    ServiceError if the database does not respond, or its login may do more than read.
+    ServiceError if the database does not respond, or if its login has more rights than reading.
     """
     if is_url(database):
         stopped = AccessDenied(f"The query took longer than {SECONDS:g} s and was stopped.", "Narrow it.")

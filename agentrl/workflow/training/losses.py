@@ -142,9 +142,9 @@ def clipped_sequence(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tenso
 def clipped_sequence_mean(batch: TokenBatch, options: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Return GSPO's loss: the clipped surrogate of the geometric mean of a row's ratios.
 
-    The mean is r = exp(mean over the row's tokens of log ratio). At each token it is written as sg(r) pi / sg(pi), where sg
-    stops the gradient. So each token has its own advantage and gradient. Source: arXiv 2507.18071, equations 7 and 14
-    (GSPO-token).
+    The mean is r = exp(mean over the row's tokens of log ratio). The ratio of a token is sg(r) pi / sg(pi), where pi is the
+    token's probability and sg stops the gradient. So each token has its own advantage and gradient. Source: arXiv 2507.18071,
+    equations 7 and 14 (GSPO-token).
     """
     mean = batch.log_ratio().sum(-1, keepdim=True) / batch.mask.sum(-1, keepdim=True).clamp(min=1)
     own = torch.where(batch.mask, batch.logprobs - batch.logprobs.detach(), 0.0)
