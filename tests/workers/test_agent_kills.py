@@ -23,6 +23,14 @@ def stack(short_folder: Path) -> Iterator[Stack]:
         yield made
 
 
+def has_unfinished_steps(stack: Stack) -> bool:
+    """True if a kill may now cost an agent of the run `struck` its steps, or the run has ended."""
+    with stack.database.read() as tx:
+        query = "SELECT count(*) FROM v_episodes WHERE run = 'struck' AND status <> 'done' AND steps > 0"
+        ended = "SELECT count(*) FROM runs WHERE name = 'struck' AND status = 'done'"
+        return any(tx.execute(text(one)).scalar_one() for one in (query, ended))
+
+
 def test_agent_run_is_identical_after_kills(stack: Stack, short_folder: Path) -> None:
     words = [*RUN, "--max-tasks", "8", "--model", str(tiny_random(short_folder / "model"))]
     stack.agentrl("submit", *words, "--name", "calm", "--wait")
@@ -30,6 +38,7 @@ def test_agent_run_is_identical_after_kills(stack: Stack, short_folder: Path) ->
     struck = []
     for victim in VICTIMS:
         time.sleep(PAUSE_SECONDS)
+        stack.wait(lambda: has_unfinished_steps(stack), "a step of an episode that has not ended, or the end of the run")
         struck += [victim] if strike(stack, victim) else []
     stack.wait_for("struck")
     assert len(struck) >= len(VICTIMS) // 2, struck
