@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from agentrl.workflow.tables.views import CriticCallRow, EvalRow, GroupRow, Iter
 from agentrl.workflow.trajectory import Message, PolicyRef, Role
 
 if TYPE_CHECKING:
+    from agentrl.workflow.experiment import Experiment
     from agentrl.workflow.inference.open_policy import OpenPolicy
 
 
@@ -180,21 +182,38 @@ class StoredPolicy:
         Args:
             limits: options of the config's section `rollout`.
         """
-        from agentrl.workflow.experiment import Experiment
         from agentrl.workflow.inference.open_policy import open_policy
 
-        return open_policy(Experiment.load(run_names.find_run(self._db, self.run)["config"]).config, self.ref, **limits)
+        return open_policy(self._experiment.config, self.ref, **limits)
+
+    @cached_property
+    def _experiment(self) -> "Experiment":
+        from agentrl.workflow.experiment import Experiment
+
+        return Experiment.load(run_names.find_run(self._db, self.run)["config"])
 
     def generate(self, messages: "str | Sequence[Message | Mapping[str, Any]]", **limits: Any) -> Message:
         """Sample one turn in reply to a user's text, or to messages in the format of the chat API.
 
+        The run's tools are offered, as in its episodes. A text also gets the system prompt of the run's env. If the turn calls
+        a tool, the call is in `tool_calls` of the returned message. The tool is not run.
+
         Args:
             messages: the text, or the messages.
             limits: options of the section `rollout` for this turn: `max_new_tokens`, `temperature` and others.
+
+        Raises:
+            ConfigError: the env of the run, or one of its tools, is not here. `open` needs neither.
         """
+        tools = tuple(self._experiment.tools.values())
         self._opened = self._opened or self.open()
-        prompt = [Message("user", messages)] if isinstance(messages, str) else [message_of(message) for message in messages]
-        return self._opened.generate(prompt, **limits).message
+        return self._opened.generate(self._prompt(messages), tools, **limits).message
+
+    def _prompt(self, messages: "str | Sequence[Message | Mapping[str, Any]]") -> list[Message]:
+        if not isinstance(messages, str):
+            return [message_of(message) for message in messages]
+        system = self._experiment.env.system_prompt
+        return [*([Message("system", system)] if system else []), Message("user", messages)]
 
     def save(self, folder: str | Path, overwrite: bool = False) -> Path:
         """Save the policy as an ordinary model folder, with LoRA merged into the base model.

@@ -162,7 +162,10 @@ def test_threads_run_builtin_loop_with_closure_tools(model: str, tmp_path: Path)
     run = made.fit(agent=env, train_dataset=ROWS, val_dataset=ROWS[:2], epochs=2, eval_every=1)
     assert called
     assert [run.status, len(list(run.groups())), len(list(run.episodes(status="done"))), len(run.curve())] == ["done", 8, 32, 2]
-    assert run.best.generate("What is 2 plus 1?").role == "assistant"
+    question = "What is 2 plus 1?"
+    with run.best.open() as opened:
+        turns = [opened.generate([agentrl.Message("user", question)], tools).message for tools in (env.tools, ())]
+    assert run.best.generate(question) == turns[0] != turns[1]
     run.best.close()
     again = trainer(model, store=tmp_path / "again", max_new_tokens=24, max_steps=2, numerics="exact")
     other = again.fit(agent=env, train_dataset=ROWS, epochs=2)

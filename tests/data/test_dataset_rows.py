@@ -217,7 +217,7 @@ def test_dataset_that_needs_own_code_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "scripted"
     folder.mkdir()
     (folder / "scripted.py").write_text("raise SystemExit")
-    assert "needs its own code (scripted.py), which is not run. Run it yourself" in refusal(folder)
+    assert "needs its own code (scripted.py), which is not run. Run that code yourself" in refusal(folder)
     (folder / "scripted.py").unlink()
     assert "has no files with rows. Files may be .jsonl" in refusal(folder)
     assert "no such folder" in refusal(tmp_path / "absent")
