@@ -190,13 +190,15 @@ class StoredPolicy:
     def _experiment(self) -> "Experiment":
         from agentrl.workflow.experiment import Experiment
 
-        return Experiment.load(run_names.find_run(self._db, self.run)["config"])
+        experiment = Experiment.load(run_names.find_run(self._db, self.run)["config"])
+        return experiment.reading(experiment.config.resources)
 
     def generate(self, messages: "str | Sequence[Message | Mapping[str, Any]]", **limits: Any) -> Message:
         """Sample one turn in reply to a user's text, or to messages in the format of the chat API.
 
-        The run's tools are offered, as in its episodes. A text also gets the system prompt of the run's env. If the turn calls
-        a tool, the call is in `tool_calls` of the returned message. The tool is not run.
+        The prompt is as in the run's episodes: a text gets the system prompt of the env, and the run's tools are offered. For a
+        run with an agent, the prompt has only the messages. If the turn calls a tool, the call is in `tool_calls` of the
+        message, and the tool is not run.
 
         Args:
             messages: the text, or the messages.
@@ -212,7 +214,7 @@ class StoredPolicy:
     def _prompt(self, messages: "str | Sequence[Message | Mapping[str, Any]]") -> list[Message]:
         if not isinstance(messages, str):
             return [message_of(message) for message in messages]
-        system = self._experiment.env.system_prompt
+        system = "" if self._experiment.config.agent is not None else self._experiment.env.system_prompt
         return [*([Message("system", system)] if system else []), Message("user", messages)]
 
     def save(self, folder: str | Path, overwrite: bool = False) -> Path:

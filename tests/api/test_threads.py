@@ -82,12 +82,17 @@ def test_threads_call_closure_agent_and_policy_learns(model: str, tmp_path: Path
         agentrl.emit_message("asked")
         return ask(llm, task.messages)
 
-    run = trainer(model, store=tmp_path / "runs", rewards=[low], n_runners=4).fit(agent=solve, train_dataset=ROWS, epochs=6)
+    made = trainer(model, store=tmp_path / "runs", env="qa", rewards=[low], n_runners=4)
+    run = made.fit(agent=solve, train_dataset=ROWS, epochs=6)
     assert (run.status, len(run.curve()), len(called)) == ("done", 6, 96)
     assert {pid for pid, _ in called} == {os.getpid()}
     means = run.curve().rewards
     assert sum(means[-2:]) > sum(means[:2]) + 0.1
     assert run.last.version == 6
+    with run.last.open() as opened:
+        turn = opened.generate([agentrl.Message("user", "What is 2 plus 1?")]).message
+    assert run.last.generate("What is 2 plus 1?") == turn  # without the env's system prompt, which agents do not get
+    run.last.close()
     episode = run.episode(run.episodes(status="done").head(1)[0].id)
     assert [said.kind for said in episode.annotations] == ["message"]
 
@@ -157,15 +162,16 @@ def test_threads_run_builtin_loop_with_closure_tools(model: str, tmp_path: Path)
         called.append(expression)
         return "5"
 
-    env = agentrl.Env(tools=(agentrl.Tool(calculator),), rewards={"numeric_answer": 1.0})
+    env = agentrl.Env(tools=(agentrl.Tool(calculator),), system_prompt="Add.", rewards={"numeric_answer": 1.0})
     made = trainer(model, store=tmp_path / "runs", max_new_tokens=24, max_steps=2, numerics="exact")
     run = made.fit(agent=env, train_dataset=ROWS, val_dataset=ROWS[:2], epochs=2, eval_every=1)
     assert called
     assert [run.status, len(list(run.groups())), len(list(run.episodes(status="done"))), len(run.curve())] == ["done", 8, 32, 2]
-    question = "What is 2 plus 1?"
+    system, question = agentrl.Message("system", "Add."), agentrl.Message("user", "What is 2 plus 1?")
     with run.best.open() as opened:
-        turns = [opened.generate([agentrl.Message("user", question)], tools).message for tools in (env.tools, ())]
-    assert run.best.generate(question) == turns[0] != turns[1]
+        like_episode = opened.generate([system, question], env.tools).message
+        others = [opened.generate([system, question]).message, opened.generate([question], env.tools).message]
+    assert run.best.generate(question.content) == like_episode not in others
     run.best.close()
     again = trainer(model, store=tmp_path / "again", max_new_tokens=24, max_steps=2, numerics="exact")
     other = again.fit(agent=env, train_dataset=ROWS, epochs=2)

@@ -850,14 +850,14 @@ def test_list_with_one_wrong_model_is_refused_at_submit(servers: list[tuple[Rout
     ("urls", "who", "said"),
     [
         ("http://a:1,http://b:2,http://a:1/v1", "engine", "names http://a:1 twice"),
-        ("http://a:1,", "engine", "is not an http:// or https:// URL with a host"),
+        ("http://a:1,", "engine", "is not an http:// or https:// URL with a host and a valid port"),
         (",".join(f"http://a:{port}" for port in range(65)), "engine", "names 65 servers; at most 64"),
         ("http://a:1,http://b:2", "critic", "names 2 servers; at most 1"),
         ("http://a:1,http://A:1", "engine", "names http://A:1 twice"),
         ("http://a,http://b,http://a:80/v1/", "engine", "names http://a:80 twice"),
-        ("http://a:0", "engine", "is not an http:// or https:// URL with a host"),
-        ("http://a:65536", "critic", "is not an http:// or https:// URL with a host"),
-        ("http://a b:1", "engine", "is not an http:// or https:// URL with a host"),
+        ("http://a:0", "engine", "is not an http:// or https:// URL with a host and a valid port"),
+        ("http://a:65536", "critic", "is not an http:// or https:// URL with a host and a valid port"),
+        ("http://a b:1", "engine", "is not an http:// or https:// URL with a host and a valid port"),
         ("http://a/" + "p" * 100_000, "engine", "has 100009 characters"),
     ],
 )

@@ -105,8 +105,14 @@ def test_agent_program_is_sandboxed_and_function_on_request() -> None:
         ({"agent.network": "all"}, "agent.network has no effect without agent.name"),
         ({"agent.name": "mine:solve", "agent.network": "all"}, "network has no effect without the sandbox"),
         ({"agent.name": "mine:solve", "agent.unsafe": True}, "unsafe applies only to programs"),
-        ({"agent.name": "cmd:agent", "agent.reuse": True}, "agent.reuse works only for an agent that is a function"),
-        ({"agent.name": "external", "agent.reuse": True}, "agent.reuse works only for an agent that is a function"),
+        (
+            {"agent.name": "cmd:agent", "agent.reuse": True},
+            "agent.reuse works only for an agent that is a function and has no sandbox",
+        ),
+        (
+            {"agent.name": "external", "agent.reuse": True},
+            "agent.reuse works only for an agent that is a function and has no sandbox",
+        ),
         ({"agent.name": "mine:solve", "agent.reuse": True, "agent.frozen_clock": True}, "leave reuse or frozen_clock out"),
         ({"agent.name": "cmd:sh", "agent.unsafe": True, "agent.sandbox": True}, "exclude each other"),
         ({"agent.name": "cmd:sh", "agent.sandbox": False}, "unsafe: true runs it without"),
