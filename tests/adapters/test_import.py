@@ -226,7 +226,7 @@ def test_import_with_long_resource_is_fast_and_unnamed() -> None:
 def test_import_uses_adapter_of_document(
     db: Database, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (code,) = (block.text for block in read_blocks(DOCS / "how-to.md") if block.file == "my_adapter.py")
+    (code,) = (block.text for block in read_blocks(DOCS / "your-agent.md") if block.file == "my_adapter.py")
     (tmp_path / "my_adapter.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     file = write(tmp_path / "t.jsonl", [span(1, "ask", {"question": "2+3?", "said": "FIVE"})])

@@ -79,7 +79,7 @@ def test_request_fields_have_one_rule_each() -> None:
 
 
 def test_request_fields_table_is_in_the_manual() -> None:
-    assert table() in Path("docs/how-to.md").read_text(), "write table() of request_fields into docs/how-to.md"
+    assert table() in Path("docs/serve.md").read_text(), "write table() of request_fields into docs/serve.md"
 
 
 def test_request_fields_declare_all_of_the_openai_package() -> None:

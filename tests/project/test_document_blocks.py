@@ -1,4 +1,4 @@
-"""Every block of the front page, the tutorial and the how-to runs, in order, after `make quickstart`, in one folder."""
+"""Every block of the front page, the tutorial and the four pages after it runs, in order, after `make quickstart`, in one folder."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.support.document_reader import Reader, Replacement, Rules
 from tests.support.scripted_critic import ScriptedCritic, serving
 from tests.support.user_shell import UserShell, user_shell
 
-PAGES = (ROOT / "README.md", DOCS / "tutorial.md", DOCS / "how-to.md")
+PAGES = (ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("tutorial", "your-agent", "serve", "inspect", "train")))
 
 SETTINGS = {
     "AGENTRL_RUN_MODEL__PATH": "tiny-arithmetic",

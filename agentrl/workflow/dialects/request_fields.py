@@ -1,7 +1,7 @@
 """The fields of a request of `/v1/chat/completions`, for each kind of object, and their effect.
 
 A field has an effect, is accepted without effect, or is refused. An unknown field is refused, as in the API. A refused field is
-accepted if its value requests nothing. `docs/how-to.md` shows `table()`.
+accepted if its value requests nothing. `docs/serve.md` shows `table()`.
 """
 
 import json
