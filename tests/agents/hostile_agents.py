@@ -46,6 +46,10 @@ def raises(task: Any, llm: Any) -> None:
     raise ValueError("no such luck")
 
 
+def cannot_connect(task: Any, llm: Any) -> None:
+    raise ConnectionError("x" * 5000) from OSError(111, "Connection refused")
+
+
 def leaves(task: Any, llm: Any) -> None:
     sys.exit(3)
 

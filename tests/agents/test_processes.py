@@ -83,6 +83,15 @@ def test_agent_exception_has_message_and_traceback() -> None:
     assert 'raise ValueError("no such luck")' in report.output
 
 
+def test_agent_exception_has_messages_of_its_causes() -> None:
+    report = ran("cannot_connect")
+    assert report.error_class == "ConnectionError"
+    first, second = report.error.split("; caused by ")
+    assert first.startswith("ConnectionError: x")
+    assert len(first) == 1000
+    assert second == "ConnectionRefusedError: [Errno 111] Connection refused"
+
+
 @pytest.mark.parametrize(
     ("name", "kind"), [("a_list", "TypeError"), ("many_rewards", "ValueError"), ("infinite", "ValueError")]
 )

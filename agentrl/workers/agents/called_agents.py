@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from inspect import isawaitable
 from typing import Any
 
-from agentrl.workers.agents.guardian import WORDS, AgentReport
+from agentrl.workers.agents.guardian import AgentReport, error_text
 from agentrl.workers.agents.kept_output import KeptOutput
 from agentrl.workflow import emitters
 from agentrl.workflow.agents import LLM, AgentTask, read_result
@@ -45,7 +45,7 @@ def run(config: AgentConfig, task: AgentTask, llm: LLM, emit_key: str, is_stoppe
                 read = read_result(asyncio.run(_awaited(value)) if isawaitable(value) else value)
             report.answer, report.rewards = read.answer, None if read.rewards is None else dict(read.rewards)
         except BaseException as error:  # noqa: BLE001 - anybody's code; its words go into the row
-            report.error_class, report.error = type(error).__name__[:100], f"{type(error).__name__}: {error}"[:WORDS]
+            report.error_class, report.error = type(error).__name__[:100], error_text(error)
             output = KeptOutput([llm.api_key, emit_key])
             output.add("".join(traceback.format_exception(error)).encode("utf-8", "replace"))
             report.output = output.text()

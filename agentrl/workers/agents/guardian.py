@@ -45,7 +45,9 @@ LOOK_SECONDS = 0.2
 """The time between two checks of the agent's limits, in seconds."""
 END_SECONDS = 10.0
 WORDS = 2000
-"""The most characters of an agent's error message."""
+"""The most characters of an agent's error message. A single exception has at most half of them."""
+MAX_CAUSES = 5
+"""The most exceptions of a chain whose messages are stored."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -414,6 +416,18 @@ def _become_agent(
         os._exit(code)
 
 
+def error_text(error: BaseException) -> str:
+    """Return the class and the message of an exception, and those of its causes: a client's `Connection error.` does not say
+    what failed.
+    """
+    texts: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(texts) < MAX_CAUSES:
+        texts.append(f"{type(cause).__name__}: {cause}"[: WORDS // 2])
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return "; caused by ".join(dict.fromkeys(texts))[:WORDS]
+
+
 def _call(function: Callable[..., Any], order: Order, channel: socket.socket) -> int:
     """Call a function agent, and send its result or its exception. Return the exit code."""
     _enter_place(order)
@@ -426,7 +440,7 @@ def _call(function: Callable[..., Any], order: Order, channel: socket.socket) ->
         reply: Mapping[str, Any] = {"value": {"text": read.answer, "rewards": read.rewards}}
     except BaseException as error:  # noqa: BLE001 - anybody's code; its words go into the row
         traceback.print_exc()
-        reply = {"error_class": type(error).__name__[:100], "error": f"{type(error).__name__}: {error}"[:WORDS]}
+        reply = {"error_class": type(error).__name__[:100], "error": error_text(error)}
     _flush()
     send(channel, reply)
     return 0 if "value" in reply else 1
