@@ -102,6 +102,18 @@ class Store:
         columns, rows = user_sql.run_query(self._settings, query, limit, seconds)
         return Table(tuple(columns), tuple(tuple(row) for row in rows))
 
+    def close(self) -> None:
+        """Close the connections to the database. A later query opens them again."""
+        self._db.close()
+
+    def __enter__(self) -> "Store":
+        """Return the store; the end of the `with` block closes it."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the store."""
+        self.close()
+
     def _open_whole(self) -> Any:
         from agentrl.workflow.store.migrate import open_database
 

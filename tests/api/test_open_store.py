@@ -160,7 +160,22 @@ def test_open_takes_folder_or_file(sqlite: Database) -> None:
     start(sqlite, submission("here"))
     assert agentrl.open(file).run().name == "here"
     file.rename(file.with_name("agentrl.db"))
-    assert agentrl.open(file.parent).run().name == "here"
+    with agentrl.open(file.parent) as store:
+        assert store.run().name == "here"
+    assert store.run().name == "here"
+
+
+def test_store_context_closes_its_connections(database: Database) -> None:
+    start(database, submission("here"))
+    with agentrl.open(database.url.render_as_string(hide_password=False)) as store:
+        store._db._is_current, store._db._file, store._db._parts = False, None, {}  # reads with SQLAlchemy
+        assert store.run().name == "here"
+        whole = store._db._database
+        assert isinstance(whole, Database)
+        assert whole.engine.pool.checkedin() == 1
+    assert whole.engine.pool.checkedin() == 0  # type: ignore[attr-defined]
+    assert store.run().name == "here"
+    store.close()
 
 
 def others(file: Path, *statements: str) -> Path:

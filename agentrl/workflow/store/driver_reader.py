@@ -111,6 +111,12 @@ class Reader:
         self._database = self._database or self._open_database()
         return self._database.ask(query)
 
+    def close(self) -> None:
+        """Close the connections. A later query opens them again."""
+        database, self._database = self._database, None
+        if database is not None:
+            database.close()
+
     def _transaction(self) -> AbstractContextManager[DriverTransaction]:
         if self._file is None:
             return postgres_transaction({"connect_timeout": 10} | self._parts, {})
