@@ -181,11 +181,15 @@ def _prepare_from_stored(run_config: RunConfig, origins: dict[str, str], policy:
 
 def _prepare_from_model(run_config: RunConfig, origins: dict[str, str], dry_run: bool) -> Any:
     config, start = resolve_start(run_config, origins)
-    for line in _size_lines(config, start.base if start else ""):
-        say(line)
+    sizes = _size_lines(config, start.base if start else "")
+    if dry_run:  # it prints each check as it passes; a submission prints nothing before all have passed
+        for line in sizes:
+            say(line)
     from agentrl.workers.requests import submit  # takes longer than all that is said before
 
     prepared = submit.prepare(existing_database(), config, policy=start, check=_timed if dry_run else submit.unreported)
+    for line in sizes:
+        say(line)
     if start is None:
         return prepared
     return with_origin(prepared, config.model.path, config.model.lora, merges=config.model.lora == "new" and not dry_run)

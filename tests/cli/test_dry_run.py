@@ -103,6 +103,18 @@ def test_dry_run_shows_size_and_memory_before_checks(home: Path, tmp_path: Path,
 
 
 @pytest.mark.usefixtures("forked_programs", "home")
+@pytest.mark.parametrize("wrong", [("--reward", "nowhere:right"), ("--agent", "nowhere:solve")])
+def test_submit_prints_no_size_before_a_wrong_part(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: tuple[str, str]
+) -> None:
+    folder = tiny_random(tmp_path / "model")
+    assert main(["submit", "--dataset", "arithmetic", "--model", str(folder), *wrong, "--detach"]) == 2
+    shown = capsys.readouterr().err
+    assert "nowhere" in shown
+    assert "parameters" not in shown
+    assert "memory on" not in shown
+
+
 def test_dry_run_probe_samples_one_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save_random(tmp_path / "model", FAMILIES["Qwen3.5"]())
     asked = ["submit", "--dataset", "arithmetic", "--model", str(folder), "--lora-r", "4", "--probe"]
