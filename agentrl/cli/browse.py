@@ -130,6 +130,7 @@ def episodes(
     fate: Annotated[
         str | None, _filter_option("Only with this fate: trained, no_variance, truncated, too_few, surplus, ...")
     ] = None,
+    texts_of: Annotated[int | None, _integer_filter("Only with the same versions of the prompt texts as this group.")] = None,
     search: Annotated[
         str | None, typer.Option(help="Only with this text in a message, an argument or a result.", show_default=False)
     ] = None,
@@ -148,6 +149,7 @@ def episodes(
     chosen = episode_rows.EpisodeFilter(
         run, iteration, status=status, stop_reason=stop_reason, task=task, min_reward=min_reward, max_reward=max_reward,
         tool_errors=tool_errors, text=search, error_class=error, outcome=outcome, truncated=truncated, fate=fate,
+        texts_of=texts_of,
     )  # fmt: skip
     rows, more = _find_evidence(db, chosen, sort, limit, offset)
     if as_json:

@@ -1,5 +1,6 @@
 """A run whose episodes an agent made, looked at by every command: the rows are made by hand, on both databases."""
 
+import json
 import os
 import subprocess
 import sys
@@ -18,10 +19,12 @@ from agentrl.workflow.config import RunConfig
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import rollout_claims, steps
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads.search_tree import load_search_tree
 from agentrl.workflow.store.rollout_claims import Outcome
 from tests.cli.test_cli import agentrl
 from tests.cli.test_cli import data as data
 from tests.cli.test_cli import tcp_redis as tcp_redis
+from tests.search.test_search_rows import BETTER, SEED, add_and_roll_out, begun
 from tests.support.played_runs import CALL, claim, sampled, start, submission
 from tests.support.small_models import tiny_random
 
@@ -97,6 +100,16 @@ def test_episodes_command_finds_failed_agents_with_reason(outside: str, capsys: 
     assert "'agent_error'" in agentrl(capsys, "episodes", "--stop-reason", "agnt_error", code=2)
     assert "KeyError: 'x'" in agentrl(capsys, "why", str(int(outside) + 1))
     assert "its agent failed: RuntimeError: boom" in agentrl(capsys, "why", outside)
+
+
+def test_episodes_command_selects_versions_of_prompt_texts(data: Database, capsys: pytest.CaptureFixture[str]) -> None:
+    add_and_roll_out(data, begun(data), (SEED, None, 0.25), (BETTER, SEED, 0.5))
+    seed, better = (one.group for one in load_search_tree(data, "first").candidates)
+    rewards = {
+        group: {row["reward"] for row in json.loads(agentrl(capsys, "episodes", "first", "--texts-of", str(group), "--json"))}
+        for group in (seed, better)
+    }
+    assert rewards == {seed: {0.25}, better: {0.5}}
 
 
 def test_fork_needs_recorded_requests_and_config_shows_agent(outside: str, capsys: pytest.CaptureFixture[str]) -> None:
