@@ -258,7 +258,7 @@ def _pairs_on_one_split(
         again = _same_tasks_options(row, len(tasks(row["id"])))
         raise ConfigError(
             f"{first!r} and {second!r} share their only evaluation, {row['run']}: there is nothing to compare.",
-            f"The weights are the same. Evaluate them again: agentrl eval --policy {second}{again}",
+            f"Both are the same weights. To measure the noise, evaluate them once more: agentrl eval --policy {second}{again}",
         )
     return different
 

@@ -23,9 +23,9 @@ FREE_KEYS = ("path", "lora", "lora_dropout", "dtype", "sampler_dtype", "attn_imp
 def resolve_start(config: RunConfig, origins: Mapping[str, str]) -> "tuple[RunConfig, PolicyRef | None]":
     """Return the config and the initial weights for a run that continues a policy.
 
-    If `model.path` does not name a run's policy, the config is unchanged and the weights are None. Raise NotFoundError if the
-    run or the version does not exist. Raise ConfigError if an option contradicts the continued LoRA, or `model.lora` is "new"
-    and the policy has no LoRA.
+    If `model.path` does not name a run's policy, return the config as it is, and None as the weights. Raise NotFoundError if
+    the run or the version does not exist. Raise ConfigError if an option does not fit the LoRA of the policy, or if
+    `model.lora` is "new" and the policy has no LoRA.
     """
     from agentrl.workflow.trajectory import PolicyRef
 

@@ -35,7 +35,7 @@ class Voice:
         self._begun = thinks
 
     def take(self, piece: str) -> None:
-        """Print the piece. Characters at its end that may begin a mark are printed later."""
+        """Print the next piece of the turn. If its last characters may be the beginning of a mark, they are printed later."""
         self._held += piece.replace("\0", "\ufffd")
         while not self._calls and (mark := self._mark.search(self._held)):
             self._write_text(self._held[: mark.start()])

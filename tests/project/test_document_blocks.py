@@ -1,4 +1,4 @@
-"""Every block of the front page, the tutorial and the four pages after it runs, in order, after `make quickstart`, in one folder."""
+"""Every block of PAGES runs, in order, after `make quickstart`, in one folder."""
 
 import json
 import os

@@ -280,9 +280,9 @@ class Endpoint:
             ApiError: too many requests are open, in total or for this attempt.
         """
         if self._open.total() >= self.limits.open_calls:
-            raise api_errors.too_many(f"{self.limits.open_calls} calls are open")
+            raise api_errors.too_many(f"The endpoint has {self.limits.open_calls} open calls, which is its limit")
         if self._open[attempt] >= self.limits.open_per_attempt:
-            raise api_errors.too_many(f"{self.limits.open_per_attempt} calls of this attempt are open")
+            raise api_errors.too_many(f"This attempt has {self.limits.open_per_attempt} open calls, which is the limit")
         self._open[attempt] += 1
         try:
             yield

@@ -99,12 +99,12 @@ def compare_readings(logprobs: Tensor, again: Tensor, cumulative: tuple[Tensor, 
 
 @dataclass(frozen=True, slots=True)
 class NoiseBounds:
-    """The tolerances of an episode's tokens; see the module.
+    """The tolerances of an episode's tokens. The module's docstring defines the two readings and the noise e.
 
     Args:
-        spread: the noise of the logits over all tokens, in nats.
-        shift: the distance of the cumulative distributions over all tokens, in probability.
-        factor: the factor of the noise, which is above 1 for few tokens.
+        spread: the root mean square of the noise e over all positions of the episode, in nats.
+        shift: the distance between the cumulative distributions of the two readings, over all positions, as a probability.
+        factor: 1 + 10 / N for an episode with N tokens; e is multiplied by it.
     """
 
     spread: float

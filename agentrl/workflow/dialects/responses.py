@@ -248,7 +248,7 @@ class _InputReader:
             self._calls[call_id(request_id, 0, number)] = (number, call.name)
 
     def take(self, item: Fields) -> None:
-        """Read the next item.
+        """Add the next input item of a Responses request to the messages.
 
         Raises:
             RequestError: the item is invalid (status 400).

@@ -67,7 +67,7 @@ def auto_dtype(device: torch.device, kind: Literal["lora", "full"]) -> torch.dty
 
 
 def mixed_dtype(device: torch.device, kind: Literal["lora", "full"]) -> torch.dtype | None:
-    """Return the precision of matrix products if all weights train in mixed precision; None: products are in float32 too.
+    """Return the dtype of matrix products in mixed-precision training of all weights, or None if the training is not mixed.
 
     On a GPU with bfloat16 units, the training of all weights keeps float32 weights and computes products in bfloat16, which
     needs no loss scale (Micikevicius et al. 2018, arXiv 1710.03740). For LoRA the result is None: its frozen base already has

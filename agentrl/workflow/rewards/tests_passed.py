@@ -61,7 +61,7 @@ def asked(episode: Episode) -> Mapping[str, Any] | float:
 
 
 def question(task: Task, answer: str) -> dict[str, Any]:
-    """Return the arguments with which a tools worker calls `tests_passed` for an answer to a task.
+    """Return the arguments of the job that scores an answer to a task: a tools worker calls `tests_passed` with them.
 
     Raises:
         ValueError: the task has no hidden test.

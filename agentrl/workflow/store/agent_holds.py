@@ -133,7 +133,7 @@ def end_replay(tx: Connection, fence: Fence, episode: int, attempt: int, reason:
 
 @read_transaction
 def current_attempts(tx: Connection, group: int) -> dict[int, int]:
-    """Return the number of the current attempt of each episode of the group, by episode id."""
+    """Return, for each episode of the group, its id and the number of its current attempt."""
     rows = tx.execute(select(_EPISODES.id, _EPISODES.attempt).where(_EPISODES.group_id == group))
     return {row.id: row.attempt for row in rows}
 

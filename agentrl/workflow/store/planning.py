@@ -254,7 +254,7 @@ def _find_same(tx: Connection, submission: Submission) -> SubmittedRun:
         return SubmittedRun(row["id"], row["name"], False, row["iterations"], row["status"])
     if (_without_length(stored[0]), *stored[1:]) == (_without_length(submitted[0]), *submitted[1:]):
         raise ConflictError(
-            f"A run called {row['name']!r} exists with another length: {row['iterations']} iterations.",
+            f"A run called {row['name']!r} exists with the same config, but another length: {row['iterations']} iterations.",
             f"Extend it with `agentrl resume {row['name']} --epochs N` or --iterations N, or choose another --name.",
         )
     raise ConflictError(

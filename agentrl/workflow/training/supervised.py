@@ -236,10 +236,9 @@ def _load_existing(model: str, config: ModelConfig | None, device: str, threads:
 
 
 def demonstrations(dataset: Dataset | Sequence[Demonstration], limit: int | None, seed: int) -> Iterator[Demonstration | None]:
-    """Yield a demonstration, or None, for each of the first `limit` tasks.
+    """Yield one item for each of the first `limit` tasks: a demonstration, or None if the task has no demonstration.
 
-    A demonstration has the form of an episode of the dataset's env. None stands for a task without a demonstration. Raise
-    DatasetError if the dataset has no demonstrations.
+    A demonstration has the form of an episode of the dataset's env. Raise DatasetError if the dataset defines none.
     """
     if isinstance(dataset, Dataset):
         return _demonstrate_in_env(dataset, list(islice(dataset.load(dataset.sft_split), limit)), seed)

@@ -303,8 +303,12 @@ class TokenLayout:
         return torch.cat([self.by_row[row.key] for row in rows])
 
     def flatten(self, rows: Sequence[Row], values: Tensor) -> Tensor:
-        """Return flat values (tokens,) for all tokens of the layout; 0 for tokens that are not in `rows`. `rows` are the rows
-        that have values. `values` are the values of their trained tokens, in the order of the rows.
+        """Return a tensor (tokens,) with one value for each token of the layout: a value of `values`, or 0 for a token that is
+        not in `rows`.
+
+        Args:
+            rows: the rows that have values.
+            values: the values of the trained tokens of `rows`, in the order of the rows.
         """
         return values.new_zeros(int(self.lengths.sum())).index_copy(0, self.places(rows).to(values.device), values)
 

@@ -104,7 +104,9 @@ class TroubleAnswer(BaseModel):
 
 
 class WholeRun(BaseModel):
-    """A run. `typed` is its name or number, as a command line accepts it. `progress` is empty if no iteration is open."""
+    """What the page of a run shows. `typed` is the name or number of the run, for command lines. `progress` is empty if no
+    iteration is open.
+    """
 
     run: ListedRun
     typed: str
@@ -433,8 +435,8 @@ Asked = Annotated[AskedEpisodes, Depends()]
 
 @router.get("/runs/{run}/episodes", response_model=EpisodesPage)
 def list_episodes(store: Store, run: int, asked: Asked, size: Size = 50, cursor: str = "") -> Response:
-    """Return the run's own episodes, by default ordered by number. Long texts are shortened. A search has a time limit and may
-    end before it has checked all episodes.
+    """Return a page of the episodes that the run sampled, by default ordered by number. Long texts are shortened. A search ends
+    after a time limit, perhaps before it has checked all episodes.
     """
     paging = Paging(size=size, cursor=cursor, sort=asked.sort)
     page = store.ask_about_run(run, lambda tx, name: list_evidence(tx, asked.filter(name), paging))

@@ -167,7 +167,7 @@ def load_text(tx: Any, episode: int, path: str) -> str:
     if value is None:
         raise NotFoundError(
             f"Episode {episode} has no text at the path {path[:60]!r}.",
-            "Pass a path from an `of` field in the response for the episode.",
+            "Valid paths are the values of the fields named `of` in the JSON of the episode.",
         )
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
