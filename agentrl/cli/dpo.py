@@ -61,7 +61,7 @@ def dpo(
     if not 0 < beta < float("inf"):
         raise ConfigError(f"--beta must be above 0, not {beta:g}.", "0.1 is customary.")
     if reference not in ("start", "sampler"):
-        raise ConfigError(f"--reference does not know {reference!r}.", "Write start or sampler.")
+        raise ConfigError(f"--reference does not know {reference!r}.", "Write --reference start or --reference sampler.")
     stored = find_stored(from_episodes, reward_set, policy, least=2)
     options = {"beta": beta, "reference": reference}
     _train_on_pairs(stored, pairs, options, recipe, OutputPlace(name, output_dir, force, save_every), as_json)

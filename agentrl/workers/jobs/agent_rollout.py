@@ -171,7 +171,7 @@ class AgentRollout:
         return sum(len(conversation.open) for conversation in self._conversations.values()) > 1
 
     def lose(self) -> None:
-        """Write nothing more, because another worker holds the group or the attempt is over."""
+        """Write nothing more: another worker now holds the group, or the attempt is over."""
         self.lost.add(self.work.fence)
         self.close()
 

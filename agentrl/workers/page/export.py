@@ -93,8 +93,8 @@ class _Recording:
         return True
 
     async def many(self, works: Iterable[Callable[[], Awaitable[None]]]) -> None:
-        """Call `whole` with each function in `works`. Stop after MISSES successive functions whose responses did not fit into
-        the file.
+        """Call `whole` with each function in `works`. Stop when the responses of several functions in a row (`MISSES`) did not
+        fit into the file.
         """
         missed = 0
         for work in works:
@@ -218,7 +218,9 @@ async def _take_run(recording: _Recording, run: int, around: int) -> list[int]:
         _put(recording, "api/runs?size=50", {"rows": [shown_run["run"]], "next": ""})  # the others are nobody's business
         _put(recording, "api/store", await _store(recording))
     except _NotTaken as error:
-        raise ServiceError(f"The store did not answer {str(error)!r}.", "Open the run instead: agentrl ui") from error
+        raise ServiceError(
+            f"The export failed at this request to the store: {str(error)!r}.", "Open the run instead: agentrl ui"
+        ) from error
     if recording.size > room:
         least = (recording.size + around) / 1e6 + 0.1
         raise ConfigError(f"The run's curves and lists alone need {least:.1f} MB.", f"Raise the limit: --limit-mb {least:.1f}")

@@ -124,4 +124,6 @@ def remark_on_agent(experiment: Experiment) -> Iterator[str]:
 def _check_env(name: str | None, env: Env) -> None:
     if type(env).step is not Env.step:
         message = f"The env {name!r} cannot be used with an agent: it decides what follows a turn, and so does the agent."
-        raise ConfigError(message, "Use another --env (only its rewards are used with an agent), or leave --agent out.")
+        raise ConfigError(
+            message, "With an agent, only the rewards of an env are used. Use another --env, or leave --agent out."
+        )

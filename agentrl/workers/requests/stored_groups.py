@@ -93,13 +93,13 @@ class StoredGroups:
 
 
 def load_stored_groups(db: Database, source: SourceConfig, least: int, policy: PolicyRef | None = None) -> StoredGroups:
-    """Load the finished groups of the source. Groups with too few done episodes are left out. Raise NotFoundError if a run,
+    """Load the finished groups of the source. Raise NotFoundError if a run,
     group or reward set does not exist. Raise StateError if no group has enough done episodes. Raise ConfigError if an episode
     would be used twice, or the groups differ in base model or temperature.
 
     Args:
         source: the names of runs and the numbers of groups.
-        least: the fewest done episodes of a group that is used.
+        least: a group with fewer done episodes than this is left out.
         policy: the initial weights; None for the weights from which the first source run started.
     """
     sources = _load_sources(db, source, least)

@@ -409,8 +409,8 @@ def with_wish(messages: Sequence[Message], constraint: Constraint) -> tuple[Mess
 
 
 def is_kept(constraint: Constraint, message: Message, tools: Sequence[Schema]) -> bool:
-    """Return True if a turn meets its client's requirement. Without the library, a schema is not checked, only that the text is
-    JSON.
+    """Return True if a turn meets its client's requirement. Without llguidance, this checks that
+    the text is JSON, but not its schema.
     """
     calls = [call for call in message.tool_calls if call.error is None]
     names = {call.name for call in calls}

@@ -58,7 +58,7 @@ def as_device_lost(error: BaseException) -> DeviceLost | None:
 
 @contextmanager
 def translate_device_lost() -> Iterator[None]:
-    """Convert exceptions that mean a lost device to `DeviceLost`, for a command that such an exception ends.
+    """Raise `DeviceLost` in place of an exception of torch that means a lost device. A command ends with it.
 
     Raises:
         DeviceLost: the device is lost.

@@ -46,7 +46,7 @@ def wait_for(tx: Connection, run_id: int, what: str) -> None:
 
 @transaction
 def wait_no_more(tx: Connection, run_id: int) -> None:
-    """Write an event that the run's rollouts continue, if they were waiting."""
+    """If the rollouts of the run were waiting, write the event `going_on`: they continue."""
     if _find_newest_wait(tx, run_id):
         log(tx, run_id, "going_on")
 

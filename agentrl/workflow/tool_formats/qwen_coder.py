@@ -77,7 +77,7 @@ def _stands_alone(text: str) -> bool:
 
 
 def make_bounded_call(name: str, arguments: dict[str, Any], at: int, end: int) -> ToolCall:
-    """Return the call from index `at` to `end` (for `glm` too). Raise Unreadable if it exceeds the limits."""
+    """Return the call that the text has from index `at` to `end`. Raise Unreadable if it exceeds the limits."""
     try:
         why = TOO_LONG if end - at > MAX_CHARACTERS else describe_json_error(arguments)
     except ValueError as error:

@@ -248,8 +248,8 @@ class Metric(BaseModel):
 
 
 class Tokens(BaseModel):
-    """Tokens of an episode, chain after chain. `advantages` is null if all tokens of a
-    segment have the same advantage, which is then in the segment."""
+    """Tokens of an episode, chain after chain, in segments. If all tokens of each segment have the same advantage, the segments
+    have the advantages, and `advantages` is null."""
 
     total: int
     start: int

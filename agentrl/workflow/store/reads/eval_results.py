@@ -119,7 +119,7 @@ def load_measured_tasks(tx: Any, run: int) -> frozenset[int]:
 
 @sql_read_transaction
 def load_task_means(tx: Any, run: int) -> dict[int, float | None]:
-    """Return the mean reward of each task's done, untainted episodes in an evaluation, or None, by task id."""
+    """Return, by task id, the mean reward of the task's done, untainted episodes in an evaluation; None if it has none."""
     query = """
         SELECT t.task_id, avg(e.reward) FILTER (WHERE e.status = 'done' AND NOT e.tainted) AS mean
         FROM run_tasks t LEFT JOIN episodes e ON e.run_id = t.run_id AND e.task_id = t.task_id

@@ -154,8 +154,8 @@ def count_progress(tx: Any, run: str) -> Row:
 
 @sql_read_transaction
 def why_sampling_on(tx: Any, run: str) -> str:
-    """Return a text that says why, and how many, further groups an open iteration samples; empty if no open iteration samples
-    further groups.
+    """Return a text that gives the number of further groups that an open iteration samples, and the reason; empty if no open
+    iteration samples further groups.
     """
     query = """
         SELECT detail FROM events WHERE run_id = :id AND kind = 'sampling_on' AND subject IN (
