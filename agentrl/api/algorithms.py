@@ -84,10 +84,10 @@ class PPO(GRPO):
 
 
 def keys_of_algorithm(algorithm: str | GRPO | type[GRPO], models: Path) -> dict[str, Any]:
-    """Return the config keys of an algorithm, which is a name, a `GRPO(...)` or `PPO(...)` object, or one of these classes.
+    """Return the config keys of an algorithm. `algorithm` is a name, an object `GRPO(...)` or `PPO(...)`, or the class of one.
 
     Raises:
-        ModelError: the algorithm's model cannot be saved in the folder `models`.
+        ModelError: the model inside the object cannot be saved in the folder `models`.
     """
     if isinstance(algorithm, str):
         return {"algorithm.name": algorithm}

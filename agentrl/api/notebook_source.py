@@ -42,7 +42,7 @@ def path_of(value: Any, name: str, where: Settings, is_local: bool) -> str:
 
     Args:
         value: a function, a class, or an instance of a class.
-        name: the name for the object in a new module, if the object has no name.
+        name: a name for the object, used if the object has none and its source is written into a new module.
         where: the settings with the data folder.
         is_local: True if the workers read this machine's files.
     """
@@ -132,8 +132,8 @@ class SourceModule:
             self._add_code(name, value)
         else:
             what = f"{user!r} uses {name!r}, {_with_article(type(value).__name__)} of this process, which workers do not have."
-            guard = "needs `if __name__ == '__main__':` before the code that it runs"
-            raise ConfigError(what, f"Create it inside {user!r}, or move both to a file; a script {guard}.")
+            guard = "In a script, write `if __name__ == '__main__':` before the code that starts the run."
+            raise ConfigError(what, f"Create {name!r} inside {user!r}, or move {user!r} and {name!r} into a file. {guard}")
 
     def add_instance(self, name: str, value: Any) -> None:
         """Add an instance: its class, and its attributes, which must be constants. Raise ConfigError if an attribute is not a

@@ -39,8 +39,8 @@ _sink: ContextVar[Sink | None] = ContextVar("agentrl_annotations", default=None)
 
 
 def emit_variables(base_url: str, emit_key: str) -> dict[str, str]:
-    """Return the environment variables with which an agent sends annotations and OpenTelemetry exports; empty without a key.
-    `base_url` is the endpoint's URL, which ends with `/v1`.
+    """Return the environment variables with which an agent sends annotations and OpenTelemetry exports. If `emit_key` is
+    empty, there are none. `base_url` is the endpoint's URL, which ends with `/v1`.
     """
     if not emit_key:
         return {}

@@ -38,7 +38,7 @@ def places(text: str) -> frozenset[str]:
 
 
 def validation_error(text: Any, before: str | None = None) -> str:
-    """Return why the value is not a valid text of a run, or why it cannot replace the text `before`; empty if it is valid."""
+    """Return the reason why `text` is not a valid text of a run, or cannot replace the text `before`; empty if it is valid."""
     if not isinstance(text, str):
         return f"it is of type {type(text).__name__:.100}"
     if not text.strip():

@@ -4,7 +4,7 @@ commit is seen, and what a page that is left open costs."""
 import asyncio
 import gzip
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,10 @@ from agentrl.workers.page.read_only import ReadOnlyStore
 from agentrl.workers.page.service import STATIC, application
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads import task_rows
+from agentrl.workflow.store.reads.episode_rows import EPISODE_ORDERS, OUTCOMES
+from agentrl.workflow.tables.schema import EPISODE_STATUS
+from agentrl.workflow.tables.views import FATES
 from bench.performance import page_in_browser, synthetic
 from bench.performance.cases import Cases
 from bench.performance.databases import both
@@ -26,6 +30,19 @@ REPETITIONS = 9
 SHOWN = 14
 """The slowest of each table; what is over its limit is shown in any case."""
 MAX_BYTES = 250_000
+EPISODE_FILTERS: Mapping[str, Sequence[Any]] = {
+    "outcome": OUTCOMES,
+    "fate": FATES,
+    "status": EPISODE_STATUS,
+    "truncated": (True, False),
+    "stop_reason": ("answer",),
+    "error_class": ("ValueError",),
+    "tool_errors": (1,),
+    "min_reward": (1,),
+    "max_reward": (0,),
+    "text": ("4_2%",),
+}
+"""The values with which each filter of episodes is measured, apart from the filters by task, group and iteration."""
 
 
 def measure() -> Measured:
@@ -57,7 +74,8 @@ def paths_of(database: Database) -> dict[str, tuple[str, Mapping[str, Any]]]:
         run, iterations = tx.execute(text("SELECT id, iterations FROM runs WHERE kind = 'train' ORDER BY id LIMIT 1")).one()
         evals = tx.execute(text("SELECT id FROM runs WHERE measures_id = :run ORDER BY id"), {"run": run}).scalars().all()
         middle = tx.execute(text("SELECT max(id) / 2 FROM episodes WHERE run_id = :run"), {"run": run}).scalar_one()
-        group, task = tx.execute(text("SELECT group_id, task_id FROM episodes WHERE id = :id"), {"id": middle}).one()
+        query = "SELECT e.group_id, e.task_id, t.key FROM episodes e JOIN tasks t ON t.id = e.task_id WHERE e.id = :id"
+        group, task, key = tx.execute(text(query), {"id": middle}).one()
     found: dict[str, tuple[str, Mapping[str, Any]]] = {
         "store": ("store", {}),
         "runs": ("runs", {}),
@@ -72,19 +90,10 @@ def paths_of(database: Database) -> dict[str, tuple[str, Mapping[str, Any]]]:
         "lanes": (f"runs/{run}/lanes", {}),
         "iteration": (f"runs/{run}/iterations/{iterations // 2 or 1}", {}),
         "episodes": (f"runs/{run}/episodes", {}),
-        "episodes by reward": (f"runs/{run}/episodes", {"sort": "reward"}),
-        "episodes that failed": (f"runs/{run}/episodes", {"status": "failed"}),
-        "episodes by answer": (f"runs/{run}/episodes", {"sort": "answer"}),
-        "episodes never solved": (f"runs/{run}/episodes", {"outcome": "never_solved"}),
-        "episodes newly lost": (f"runs/{run}/episodes", {"outcome": "newly_lost"}),
-        "episodes solved": (f"runs/{run}/episodes", {"outcome": "solved"}),
-        "episodes by text, a piece": (f"runs/{run}/episodes", {"text": "4_2%"}),
         "episodes beside": (f"runs/{run}/episodes/{middle}/beside", {"sort": "-reward"}),
         "errors": (f"runs/{run}/errors", {}),
         "examples": (f"runs/{run}/examples", {}),
         "changes": (f"runs/{run}/iterations/{iterations // 2 or 1}/changes", {}),
-        "tasks never solved": (f"runs/{run}/tasks", {"outcome": "never_solved"}),
-        "tasks unlearned": (f"runs/{run}/tasks", {"outcome": "unlearned"}),
         "tasks": (f"runs/{run}/tasks", {}),
         "tasks by text": (f"runs/{run}/tasks", {"text": "train/3"}),
         "task": (f"runs/{run}/tasks/{task}", {}),
@@ -99,9 +108,24 @@ def paths_of(database: Database) -> dict[str, tuple[str, Mapping[str, Any]]]:
         "episode": (f"episodes/{middle}", {}),
         "tokens": (f"episodes/{middle}/tokens", {}),
     }
+    some: dict[str, Any] = {"task": key, "task_id": task, "group": group, "texts_of": group, "iteration": iterations // 2 or 1}
+    found |= _lists(
+        f"runs/{run}/episodes", "episodes", EPISODE_ORDERS, {**EPISODE_FILTERS, **{name: (some[name],) for name in some}}
+    )
+    found |= _lists(f"runs/{run}/tasks", "tasks", task_rows.TASK_ORDERS, {"outcome": tuple(task_rows.TASK_OUTCOMES)})
     if len(evals) > 1:
         found["compare"] = ("compare", {"a": evals[0], "b": evals[1]})
     return found
+
+
+def _lists(
+    path: str, what: str, orders: Iterable[str], filters: Mapping[str, Sequence[Any]]
+) -> dict[str, tuple[str, Mapping[str, Any]]]:
+    """Name -> path and parameters: the list in each order, forwards and backwards, and with each value of each filter."""
+    sorts = [sort for order in orders for sort in (order, f"-{order}")]
+    return {f"{what} by {sort}": (path, {"sort": sort}) for sort in sorts} | {
+        f"{what}, {name} {value}": (path, {name: value}) for name, values in filters.items() for value in values
+    }
 
 
 def ask_each(databases: Mapping[str, Database], shape: str, cases: Cases) -> Table:

@@ -1,14 +1,17 @@
 """The benchmark runs, gives every side the same work, and computes the memory that is used."""
 
 import json
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.reads.episode_rows import EpisodeFilter
 from bench.performance import __main__ as program
-from bench.performance import decode, growth, memory, memory_ours, report, samplers, synthetic
+from bench.performance import decode, growth, memory, memory_ours, report, samplers, synthetic, ui
 from bench.performance.__main__ import ON_REQUEST, SUBJECTS
 from bench.performance.models import HALF_BILLION, shape_of
 from bench.performance.recorded import GROUP_SIZE, GROUPS, recorded
@@ -55,6 +58,14 @@ def test_benchmark_of_growth_reads_all_its_entries(monkeypatch: pytest.MonkeyPat
     assert measured.unmeasured == []
     assert [len(table.rows) > 3 for table in measured.tables] == [True] * 4
     assert len(measured.comparisons) == 4
+
+
+def test_benchmark_of_page_has_every_filter_of_episodes(sqlite: Database) -> None:
+    with sqlite.engine.begin() as tx:
+        synthetic.fill(tx, {"only": 4})
+    requests = ui.paths_of(sqlite)
+    filters = {name for path, asked in requests.values() if path.endswith("/episodes") for name in asked} - {"sort"}
+    assert filters == {field.name for field in fields(EpisodeFilter)} - {"run", "since"}
 
 
 def test_benchmark_gives_both_sides_of_update_same_rows() -> None:

@@ -29,7 +29,7 @@ def choose_by_difficulty(db: Database | None, config: DatasetConfig, tasks: Sequ
     """Select the tasks whose share of solved episodes is within `config.keep_solved`. Tasks without stored episodes are
     selected too.
 
-    If `config.order` needs the difficulties of the tasks, the result contains them. Raise DatasetError if no task has a stored
+    If `config.order` needs it, the result contains the difficulty of each task. Raise DatasetError if no task has a stored
     episode, or no task is left.
     """
     if config.keep_solved is None and config.order == "shuffled":

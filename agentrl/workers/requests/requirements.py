@@ -70,10 +70,10 @@ class Requirements:
         weights: the weights of the run's rewards.
         base, output_dir: the run's base model, and the location of its checkpoints.
         roles: the queues that the run needs.
-        version: the version of agentrl of the command.
+        version: the version of agentrl in which the command runs.
         key: the key with which the digests are made.
         variables: the digests of the command's environment variables, by name.
-        code: the digests of the sources of the command's plug-ins, by `kind name`.
+        code: the digest of the source of each plug-in of the command. A key is the plug-in's kind and name, with a space.
     """
 
     config: Mapping[str, Any]

@@ -33,7 +33,7 @@ def check_resources(experiment: Experiment) -> None:
         if name != SYSTEM_PROMPT and not (name.startswith(TOOL) and name.removeprefix(TOOL) in experiment.tools):
             texts = ", ".join([SYSTEM_PROMPT, *(f"{TOOL}{tool}" for tool in experiment.tools)])
             raise ConfigError(
-                f"resources.{name} has no effect without an agent.", f"Without an agent, these texts have an effect: {texts}."
+                f"resources.{name} has no effect without an agent.", f"Texts that have an effect without an agent: {texts}."
             )
 
 

@@ -125,7 +125,7 @@ def grammar_hash(grammar: str) -> str:
 
 
 def find_obstacle(constraint: Constraint, tools: Sequence[Schema], chat: "Chat") -> str:
-    """Return why a grammar cannot keep the constraint with this model; empty if it can."""
+    """Return the reason why the constraint cannot be enforced by a grammar with this model; empty if it can."""
     if constraint.needs_grammar and not library():
         return "the package llguidance is not installed"
     if constraint.needs_grammar and not getattr(chat.tokenizer, "is_fast", False):

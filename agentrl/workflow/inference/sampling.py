@@ -83,7 +83,7 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: Tensor | float, floor: T
 
 
 def allowed_mass(logits: Tensor, temperature: Tensor | float, allowed: Tensor) -> Tensor:
-    """Return the probability (N,), float64, that all allowed tokens have together.
+    """Return the sum of the probabilities of the allowed tokens: (N,), float64.
 
     Args:
         logits: (N, V).

@@ -96,7 +96,7 @@ def _tests_passed(setup: str, answer: str, function: str, hidden: list[str], tes
 
 
 def verdict_result(verdict: object, cpu_seconds: float) -> ToolResult:
-    """Convert a verdict, which can be any JSON value, to the tool result that is stored for the judge's call."""
+    """Return the tool result that is stored for a call of the judge. `verdict` is its verdict, any JSON value."""
     return ToolResult(json.dumps(verdict), cpu_seconds=cpu_seconds, exit=Exit(sandbox().kind, "ok", None))
 
 

@@ -55,8 +55,8 @@ class Limits:
         output_bytes: the maximum size of stdout and stderr together, in bytes. Code that prints more is killed.
         processes: the maximum number of processes and threads at a time.
         tmp_bytes: the size of /tmp, in bytes.
-        asleep_seconds: the wall-clock time that the code may be asleep, in seconds. Code is asleep while it hardly uses a core
-            and does not wait for a core.
+        asleep_seconds: the wall-clock time that the code may be asleep, in seconds. Code is asleep while it
+            neither computes nor waits for a core.
     """
 
     cpu_seconds: float = 10.0

@@ -150,7 +150,7 @@ def counts(waited: float) -> bytes:
 
 
 def drain(output: int) -> None:
-    """Send the output of the program that can be read now to the host."""
+    """Read the output that the program has written so far, and send it to the host."""
     while select.select([output], [], [], 0)[0] and (data := os.read(output, CHUNK)):
         send(b"O", data)
 

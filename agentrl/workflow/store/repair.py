@@ -148,8 +148,8 @@ def list_versions_before(tx: Connection, run_id: int, version: int) -> list[tupl
 
 @transaction
 def commit_rebuild(tx: Connection, work: IterationWork, broken: PolicyRef, path: str, sha256: str) -> None:
-    """Store the path and hash of the rebuilt checkpoint in every row of `policies` that has the path of the broken one, and
-    release the iteration. Raise Fenced if another trainer holds the iteration.
+    """Replace the path and hash of the broken checkpoint by those of the rebuilt one, in all rows of `policies`. Release the
+    iteration. Raise Fenced if another trainer holds the iteration.
     """
     handed_back = tx.execute(
         update(schema.iterations)

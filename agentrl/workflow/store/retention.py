@@ -74,8 +74,8 @@ def collect(tx: Connection, run_id: int, present: Collection[str], keep_last: in
 
 @transaction
 def drop_unsaved(tx: Connection, run_id: int) -> list[str]:
-    """Mark as collected the checkpoints that are no longer needed and that `update.save_every` does not keep; return their
-    paths.
+    """Mark checkpoints as collected, and return their paths: all that are not needed any more, except those that
+    `update.save_every` keeps.
 
     The caller may remove the files after the commit.
     """

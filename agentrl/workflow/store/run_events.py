@@ -19,9 +19,9 @@ MAX_EVENTS = 100
 def list_unsent_events(tx: Connection) -> list[Mapping[str, Any]]:
     """Return the events that have not been sent as notifications yet, oldest first.
 
-    Each event has `id`, `event` (run_end or waiting), the `run` and its `kind`, `status`, `detail` and `at`. The first call in
-    a database returns an empty list, because events from before that call are not sent. Events of evaluations that a run
-    planned itself are left out.
+    Each event has `id`, `event` (run_end or waiting), the `run` and its `kind`, `status`, `detail` and `at`. Events
+    from before the first call in a database are never sent, so the first call returns an empty list. Events of evaluations
+    that a run planned itself are left out.
     """
     events, runs, leases = schema.events.c, schema.runs.c, schema.service_leases.c
     newest = tx.execute(select(func.coalesce(func.max(events.id), 0))).scalar_one()

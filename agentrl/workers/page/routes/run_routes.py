@@ -50,8 +50,8 @@ class ListedRun(BaseModel):
 
 
 class RunWithConfig(ListedRun):
-    """A run in a list. `config` has its values of the requested config keys; long values are shortened. Runs with the same
-    `alike` differ only in the seed.
+    """A run in a list. `config` has the run's values of the requested config keys; long values are shortened. Runs with the
+    same `alike` differ only in the seed.
     """
 
     config: dict[str, Any]

@@ -23,7 +23,7 @@ router = APIRouter(prefix="/api", tags=["store"])
 
 @dataclass(frozen=True, slots=True)
 class StoreAnswer:
-    """The store of the page.
+    """The store that the page shows.
 
     Args:
         place: the file of the store, or its URL without a password.
