@@ -78,11 +78,12 @@ def paths_of(database: Database) -> dict[str, tuple[str, Mapping[str, Any]]]:
         group, task, key = tx.execute(text(query), {"id": middle}).one()
     found: dict[str, tuple[str, Mapping[str, Any]]] = {
         "store": ("store", {}),
+        "machine": ("machine", {}),
         "runs": ("runs", {}),
         "runs by reward": ("runs", {"sort": "reward"}),
         "runs by name": ("runs", {"text": "run"}),
         "run": (f"runs/{run}", {}),
-        "config": (f"runs/{run}/config", {"other": run + 1}),
+        "against": (f"runs/{run}/against/{run + 1}", {}),
         "curves": (f"runs/{run}/curves", {}),
         "events": (f"runs/{run}/events", {"size": 500}),
         "ledger": (f"runs/{run}/ledger", {}),

@@ -60,12 +60,15 @@ def test_benchmark_of_growth_reads_all_its_entries(monkeypatch: pytest.MonkeyPat
     assert len(measured.comparisons) == 4
 
 
-def test_benchmark_of_page_has_every_filter_of_episodes(sqlite: Database) -> None:
+def test_benchmark_of_page_asks_valid_requests_with_all_filters(sqlite: Database) -> None:
     with sqlite.engine.begin() as tx:
         synthetic.fill(tx, {"only": 4})
     requests = ui.paths_of(sqlite)
     filters = {name for path, asked in requests.values() if path.endswith("/episodes") for name in asked} - {"sort"}
     assert filters == {field.name for field in fields(EpisodeFilter)} - {"run", "since"}
+    page = ui.Asker(sqlite)
+    for path, asked in requests.values():
+        page.ask(path, asked)  # it fails if the page does not answer with 200
 
 
 def test_benchmark_gives_both_sides_of_update_same_rows() -> None:
