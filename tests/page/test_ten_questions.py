@@ -150,7 +150,7 @@ def test_question_which_calls_failed(read: Any, terminal: Any) -> None:
 
 def test_question_is_run_healthy(read: Any, terminal: Any) -> None:
     reader = read(DEMO)
-    reader.sees("groups without variance", "of the calls failed", "staleness 0")
+    reader.sees("groups without variance", "of the tool calls failed", "staleness 0")
     reader = read(BROKEN)
     reader.sees(REASON, WHY_FAILED, "agentrl resume broken")
     assert reader.clicks == 0

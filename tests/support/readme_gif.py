@@ -51,7 +51,7 @@ FRAME_MS = 100
 RUN_FRAMES = 36
 TYPING_MS = 60
 SAMPLE_SECONDS = 0.5
-REWARD_CHART = "figure.chart:has(h3:text-is('reward'))"
+REWARD_CHART = "figure.chart:has(h2:text-is('reward'))"
 TERMINAL = """
 <style>
   body {{ margin: 0; background: #16191d; color: #d9dee5; font: 12px/15px monospace; height: {height}px; overflow: hidden; }}

@@ -38,8 +38,7 @@ function Page() {
   const main = useRef(null);
   const where = parts.join("/");
   useEffect(() => main.current?.focus({ preventScroll: true }), [where]);
-  return html`<a class="skip" href=${location.hash || "#/"} onClick=${(event) => (event.preventDefault(), main.current.focus())}>skip to the content</a>
-    <${Head} help=${() => setHelp(true)} />
+  return html`<${Head} help=${() => setHelp(true)} toContent=${() => main.current.focus()} />
     <main id="main" tabindex="-1" ref=${main}>${viewOf(parts, query)}</main>
     ${help && html`<${Help} close=${() => setHelp(false)} />`}`;
 }
@@ -55,14 +54,15 @@ function viewOf(parts, query) {
   if (kind === "episode" && id) return html`<${EpisodePage} key=${id} episode=${id} />`;
   if (kind === "compare") return html`<${ComparePage} query=${query} />`;
   if (kind === "sql") return html`<${SqlPage} />`;
-  return html`<div class="problem" role="alert"><strong>There is no such place: ${visible(parts.join("/")).slice(0, 100)}.</strong> <${Link} to=${[]}>All runs<//></div>`;
+  return html`<h1>Not found</h1><div class="problem" role="alert"><strong>There is no such place: ${visible(parts.join("/")).slice(0, 100)}.</strong> <${Link} to=${[]}>All runs<//></div>`;
 }
 
-function Head({ help }) {
+function Head({ help, toContent }) {
   const theme = useTheme();
   const [shares, setShares] = useState(false);
   const file = exported();
   return html`<header class="head">
+    <a class="skip" href=${location.hash || "#/"} onClick=${(event) => (event.preventDefault(), toContent())}>skip to the content</a>
     <${Link} to=${[]} class="word">agentrl<//>
     <nav aria-label="Places">
       <${Link} to=${[]}>runs<//>

@@ -79,7 +79,7 @@ export function Chart({ title, note, lines, marks = [], log = false, weight = 0,
   const said = [note, log && !usesLog && shown.length > 0 && "not on a log axis: some are not above 0"].filter(Boolean).join("; ");
   const long = shown.length > 3 || (shown.length > 1 && shown.some((line) => line.low));
   return html`<figure class=${`chart ${bare ? "bare" : ""} ${wide ? "wide" : ""} ${long ? "long" : shown.length > 2 ? "several" : ""} ${onPick ? "opens" : ""}`}>
-    <figcaption>${tools && html`<span class="chart-tools">${tools}</span>`}<h3>${title}</h3>${said && html` <span class="quiet">${said}</span>`} <span class="told" ref=${told}></span></figcaption>
+    <figcaption>${tools && html`<span class="chart-tools">${tools}</span>`}<h2>${title}</h2>${said && html` <span class="quiet">${said}</span>`} <span class="told" ref=${told}></span></figcaption>
     <div ref=${holder} class="plot" style=${{ minHeight: `${height}px` }} role="img" aria-label=${describe(title, shown, xLabel)}>
       ${!shown.length && html`<p class="quiet none">no numbers</p>`}
     </div>

@@ -14,11 +14,11 @@ const CHARTS = [
   { key: "loss", title: "loss", columns: [["loss", ""]] },
   { key: "kl", title: "KL", columns: [["kl", "to the reference"], ["policy_kl", "of the step itself"]] },
   { key: "entropy", title: "entropy", columns: [["entropy", ""]] },
-  { key: "clip_fraction", title: "clipped tokens", columns: [["clip_fraction", ""]] },
+  { key: "clip_fraction", title: "clipped tokens", note: "share of the tokens", columns: [["clip_fraction", ""]] },
   { key: "grad_norm", title: "gradient norm", columns: [["grad_norm", ""]] },
   { key: "value", title: "value", columns: [["value_loss", "loss"], ["explained_variance", "explained variance"]] },
   { key: "length", title: "tokens of an episode", columns: [["length", ""]] },
-  { key: "tool_error_rate", title: "failed tool calls", columns: [["tool_error_rate", ""]] },
+  { key: "tool_error_rate", title: "failed tool calls", note: "share of the calls", columns: [["tool_error_rate", ""]] },
   { key: "flat", title: "groups", columns: [["groups", "all"], ["flat_groups", "without variance"], ["dropped_groups", "dropped"]] },
   { key: "trainable", title: "episodes", columns: [["episodes", "planned"], ["trainable", "usable"]] },
   { key: "seconds", title: "seconds", columns: [["seconds", "iteration"], ["rollout_seconds", "rollout"], ["update_seconds", "update"]] },
@@ -114,7 +114,7 @@ function ChartGrid({ runs, axis, weight, log, events, added, setAdded, only }) {
   </div>
   ${(constant.length > 0 || unchanged) && html`<p class="quiet">${unchanged ? "" : `Unchanged: ${constant.join(" · ")}. `}<button type="button" class="more" onClick=${() => setUnchanged(unchanged ? "" : "1")}>${unchanged ? "fold the charts that never change" : "show them"}</button></p>`}
   ${!shown.length && html`<p class="quiet">No iteration has numbers yet.</p>`}
-  ${marks.length > 0 && html`<p class="quiet">Marks on the axis: ${marks.slice(0, 12).map((mark) => mark.text).join(" · ")}${marks.length > 12 ? " …" : ""}</p>`}`;
+  ${shown.length > 0 && marks.length > 0 && html`<p class="quiet">Marks on the axis: ${marks.slice(0, 12).map((mark) => mark.text).join(" · ")}${marks.length > 12 ? " …" : ""}</p>`}`;
 }
 
 /** The value of each line that never changes, of at least two points. */

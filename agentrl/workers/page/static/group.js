@@ -86,7 +86,7 @@ function Sibling({ sibling, at, formula }) {
   const { episode } = sibling;
   return html`<section class="sibling" data-part="" aria-label=${`Episode ${episode.id}`}>
     <header><${Link} to=${["episode", episode.id]}><b>${episode.id}</b><//> <span class=${episode.advantage > 0 ? "good" : episode.advantage < 0 ? "bad" : "quiet"}>reward ${number(episode.reward, 3)}${episode.advantage === null ? "" : `, advantage ${number(episode.advantage, 3)}`}</span></header>
-    ${at && html`<p class="parts"><span class="quiet">parts at token ${number(at.token_index)}, turn ${at.step}: </span><code><mark>${at.token_text === null ? at.token : visible(at.token_text) || "(nothing)"}</mark>${visible(at.next || "").slice(0, 90)}</code></p>`}
+    ${at && at.step !== null && html`<p class="parts"><span class="quiet">parts at token ${number(at.token_index)}, turn ${at.step}: </span><code><mark>${at.token_text === null ? at.token : visible(at.token_text) || "(nothing)"}</mark>${visible(at.next || "").slice(0, 90)}</code></p>`}
     ${sibling.text.map((piece, index) => html`<div key=${index} class=${`piece ${piece.kind}`}>${piece.kind !== "sampled" && html`<span class="quiet">${visible(piece.name || piece.role || piece.kind)}</span>`}<${Text} value=${piece.text} cut=${piece.cut?.text || 0} lines=${14} mono=${piece.kind !== "message"} /></div>`)}
     ${sibling.text_left_out > 0 && html`<p class="quiet">${plural(sibling.text_left_out, "more part")}: open the episode.</p>`}
     ${sibling.advantage?.how && html`<p class="formula quiet">${visible(sibling.advantage.how.slice(formula.length))}</p>`}

@@ -70,5 +70,5 @@ function LabelField({ labels }) {
 
 function Rest({ labels }) {
   return html`${labels.problem && html`<p class="bad" role="status">${visible(labels.problem)}</p>`}
-    ${labels.notes.length > 0 && html`<div class="notes">${labels.notes.map((note) => html`<p key=${note.id} class=${`note ${labels.isPending("note", note.text) ? "pending" : ""}`}><${When} at=${note.created_at} /> ${visible(note.text)}</p>`)}</div>`}`;
+    ${labels.notes.length > 0 && html`<div class="notes">${labels.notes.map((note) => html`<p key=${note.id} class=${`note ${labels.isPending("note", note.text) ? "pending" : ""}`}><${When} at=${note.created_at} />: ${visible(note.text)}</p>`)}</div>`}`;
 }

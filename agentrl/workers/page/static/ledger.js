@@ -29,7 +29,7 @@ export function LedgerView({ run, version }) {
       <${FateBar} parts=${order.map((fate) => [fate, row[fate] || 0])} all=${row.planned} small />
     </div>`)}</div>
     ${found.rows.length > MAX_BARS && html`<p class="quiet">The newest ${MAX_BARS} of ${number(found.rows.length)} iterations; the sum above is of all.</p>`}
-    <p class="quiet">Why a fate is what it is: agentrl why EPISODE; all of them in SQL: v_ledger.</p>`;
+    <p class="quiet">Why an episode did not train: <code>agentrl why EPISODE</code>. All episodes, in SQL: <code>v_ledger</code>.</p>`;
 }
 
 async function readWhole(run, signal, told) {

@@ -48,7 +48,7 @@ function Health({ run, of }) {
   /** @type {[string, boolean][]} */
   const facts = [
     [`${number(now("flat_groups"))} of ${plural(now("groups"), "group")} without variance`, now("flat_groups") / now("groups") > SOME_FLAT],
-    [`${percent(now("tool_error_rate"))} of the calls failed`, now("tool_error_rate") > SOME_FAILED],
+    [`${percent(now("tool_error_rate"))} of the tool calls failed`, now("tool_error_rate") > SOME_FAILED],
     [`${number(now("trainable"))} of ${plural(now("episodes"), "episode")} usable`, now("trainable") < now("episodes")],
     [`staleness ${number(now("staleness"))}`, now("staleness") > 1],
     [`rollout ${seconds(now("rollout_seconds"))}, update ${seconds(now("update_seconds"))}`, false],

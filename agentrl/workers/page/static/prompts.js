@@ -19,7 +19,7 @@ export function PromptsView({ run, version }) {
     const columns = [
       { key: "name", label: "text", cell: (row) => `${visible(row.name)} @${row.version}` },
       { key: "from", label: "from", number: true, cell: (row) => (row.parent_version === null ? "–" : `@${row.parent_version}`) },
-      { key: "chosen", label: "", cell: (row) => (row.chosen ? html`<span class="good">chosen</span>` : "") },
+      { key: "chosen", label: "chosen", cell: (row) => (row.chosen ? html`<span class="good">yes</span>` : "") },
       { key: "choose", label: "on what chooses", number: true, cell: (row) => number(row.choose_reward, 4) },
       { key: "mean", label: "mean reward", number: true, cell: (row) => number(row.mean_reward, 4) },
       { key: "episodes", label: "episodes", number: true, cell: (row) => number(row.episodes_done) },
