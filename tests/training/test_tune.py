@@ -135,7 +135,7 @@ def test_tune_commands_refuse_with_sentence_step_and_code(
         (["dpo"], 2, "--from-episodes"),
         (["dpo", "--from-episodes", "even"], 6, "equal within all 1 groups"),
         (["dpo", "--from-episodes", "first", "--beta", "0"], 2, "--beta"),
-        (["dpo", "--from-episodes", "first", "--reference", "base"], 2, "start or sampler"),
+        (["dpo", "--from-episodes", "first", "--reference", "base"], 2, "Write --reference start or --reference sampler."),
         (["dpo", "--from-episodes", "first", "--name", "../x"], 2, "--name"),
     ]
     for words, code, hint in refused:
