@@ -358,7 +358,9 @@ def _translate_faults(folder: Path, part: str) -> Iterator[None]:
         yield
     except _FILE_FAULTS as error:
         if "trust_remote_code" in str(error):  # a hub model, whose code was not fetched
-            raise ModelError(f"The {part} in {str(folder)!r} needs its own code (Python files that come with it).", TRUST) from error
+            raise ModelError(
+                f"The {part} in {str(folder)!r} needs its own code (Python files that come with it).", TRUST
+            ) from error
         raise _invalid(folder, part, error) from error
     except ImportError as error:
         problem = f"The {part} in {str(folder)!r} needs a package that is not here: {_sentence(error)}."
