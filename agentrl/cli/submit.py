@@ -125,8 +125,8 @@ def _timed(name: str) -> Iterator[None]:
     say(f"checked {name:18} {perf_counter() - start:5.1f} s")
 
 
-def _size_lines(config: RunConfig, base: str) -> Iterator[str]:
-    """Yield lines about the number of parameters that train and about their memory, computed from the model's files."""
+def _say_sizes(config: RunConfig, base: str) -> None:
+    """Print the number of parameters that train, and their memory, computed from the model's files."""
     from agentrl.workflow.models.lookup import find_model_files, lora_rank_of
     from agentrl.workflow.models.memory_estimate import estimate_memory
     from agentrl.workflow.models.parameters import count_in_headers
@@ -141,11 +141,11 @@ def _size_lines(config: RunConfig, base: str) -> Iterator[str]:
     rank = lora_rank_of(config.model, files.shapes)
     parameters = count_in_headers(files, rank, config.model.lora_targets)
     if parameters is not None:
-        yield str(parameters)
+        say(str(parameters))
     memory = [estimate_memory(config, files, rank, settings().slots, on_gpu) for on_gpu in (True, False)]
     if config.update.trainer == "agentrl" and None not in memory:
-        yield f"memory on a GPU: {memory[0]}; CUDA itself takes 0.5 to 1 GiB more"
-        yield f"memory on a CPU: {memory[1]}"
+        say(f"memory on a GPU: {memory[0]}; CUDA itself takes 0.5 to 1 GiB more")
+        say(f"memory on a CPU: {memory[1]}")
 
 
 def _source_values(groups: list[str], runs: list[str], reward_set: str | None) -> dict[str, Any]:
@@ -174,22 +174,20 @@ def _prepare_from_stored(run_config: RunConfig, origins: dict[str, str], policy:
 
     db, start = find_stored_start(policy)
     prepared = prepare_stored(db, run_config, origins, start)
-    for line in _size_lines(prepared.config, prepared.submission.policy.base):
-        say(line)
+    _say_sizes(prepared.config, prepared.submission.policy.base)
     return with_origin(prepared, policy) if policy else prepared
 
 
 def _prepare_from_model(run_config: RunConfig, origins: dict[str, str], dry_run: bool) -> Any:
     config, start = resolve_start(run_config, origins)
-    sizes = _size_lines(config, start.base if start else "")
+    base = start.base if start else ""
     if dry_run:  # it prints each check as it passes; a submission prints nothing before all have passed
-        for line in sizes:
-            say(line)
+        _say_sizes(config, base)
     from agentrl.workers.requests import submit  # takes longer than all that is said before
 
     prepared = submit.prepare(existing_database(), config, policy=start, check=_timed if dry_run else submit.unreported)
-    for line in sizes:
-        say(line)
+    if not dry_run:
+        _say_sizes(config, base)
     if start is None:
         return prepared
     return with_origin(prepared, config.model.path, config.model.lora, merges=config.model.lora == "new" and not dry_run)
