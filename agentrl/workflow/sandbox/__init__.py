@@ -56,7 +56,7 @@ class Limits:
         processes: the maximum number of processes and threads at a time.
         tmp_bytes: the size of /tmp, in bytes.
         asleep_seconds: the wall-clock time that the code may be asleep, in seconds. Code is asleep while it
-            neither computes nor waits for a core.
+            uses almost no processor time, although a core is free for it.
     """
 
     cpu_seconds: float = 10.0
