@@ -37,16 +37,17 @@ def test_agent_claim_has_task_without_reference(database: Database) -> None:
     work, episode = opened(database)
     found = taken(database, episode)
     assert found is not None
-    assert (found.run, found.task, found.messages, found.reference) == (work.run, work.task.key, work.task.messages, None)
+    assert (found.run, found.task, found.messages) == (work.run, work.task.key, work.task.messages)
+    assert not hasattr(found, "reference")
     assert row(database) == ("running", "a:1/x", HASH)
     assert agent_holds.find_key(database, HASH) == (episode, 0)
 
 
-def test_agent_claim_shows_reference_on_request(database: Database) -> None:
+def test_reference_of_claimed_task_is_read_by_its_id(database: Database) -> None:
     work, episode = opened(database, agent={"name": "m:f", "show_reference": True})
     found = taken(database, episode)
     assert found is not None
-    assert found.reference == work.task.reference
+    assert agent_attempts.load_reference(database, found.task_id) == work.task.reference
 
 
 def test_agent_attempt_has_one_worker(database: Database) -> None:

@@ -7,12 +7,14 @@ from sqlalchemy import text
 
 from agentrl.workflow.errors import AccessDenied
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import leases
+from agentrl.workflow.store import agent_attempts, agent_holds, leases, steps
+from agentrl.workflow.store.agent_attempts import AgentEnd
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.endpoint_reads import ENDPOINT, some_run_has_agent
 from agentrl.workflow.store.migrate import AGENTS_ROLE, TOOLS_ROLE, upgrade
 from agentrl.workflow.tables import schema
-from tests.support.played_runs import values
+from tests.support.agents_stage import group_of
+from tests.support.played_runs import claim, values
 from tests.support.served_endpoint import attempt
 
 READ_WHOLE = ("agent_attempts", "service_leases", "group_resources")
@@ -56,6 +58,24 @@ def test_agents_login_reads_tasks_and_writes_ends(postgres: Database, login: Dat
     assert leases.service_holder(login, ENDPOINT) == "http://127.0.0.1:1"
     with login.engine.connect() as connection, connection.begin():
         assert [connection.execute(text(statement)).rowcount for statement in ALLOWED] == [1, 1, 2, 1, 1]
+
+
+def test_agents_login_claims_extends_and_ends_agents(postgres: Database, login: Database) -> None:
+    work = claim(postgres, group_of(postgres))
+    episode, worker = work.episodes[0].id, "a:1/x"
+    for attempt_number in (0, 1):
+        agent_holds.open_attempts(postgres, work.fence, [episode])
+        claimed = agent_attempts.claim_agent(login, episode, attempt_number, worker, f"{attempt_number:064}", 60.0)
+        assert claimed is not None
+        assert agent_attempts.extend_agents(login, [(claimed.id, worker)], 60.0) == {claimed.id}
+        if attempt_number == 0:
+            agent_attempts.give_up_agent(login, claimed.id, worker, "its agents worker was stopped")
+            steps.restart_episode(postgres, work.fence, episode)
+        else:
+            assert agent_attempts.finish_agent(login, claimed.id, worker, AgentEnd(0))
+    assert values(postgres, "SELECT status FROM agent_attempts ORDER BY id") == ["lost", "ended"]
+    with pytest.raises(AccessDenied):
+        agent_attempts.load_reference(login, claimed.task_id)
 
 
 @pytest.mark.parametrize("role", [AGENTS_ROLE, TOOLS_ROLE])

@@ -75,14 +75,13 @@ class Stack:
         environment, seconds = self.environment, DEADLINE_SECONDS
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
 
-    def worker(self, roles: str) -> "subprocess.Popen[bytes]":
-        """Starts one worker process."""
+    def worker(self, roles: str, **environment: str) -> "subprocess.Popen[bytes]":
+        """Starts one worker process. `environment` has variables that only this worker gets."""
         log = self.home / f"{roles.replace(',', '-')}.{len(self._workers)}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "agentrl.cli", "worker", roles], env=self.environment, stdout=output, stderr=output
-            )
+            command = [sys.executable, "-m", "agentrl.cli", "worker", roles]
+            process = subprocess.Popen(command, env={**self.environment, **environment}, stdout=output, stderr=output)
         self._workers.append(process)
         return process
 

@@ -3,7 +3,9 @@ trains.
 """
 
 import json
+import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from agentrl.workers.stack.celery_app import broker_url
 from agentrl.workflow.checkpoints import sealed_folder
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.migrate import AGENTS_ROLE, TOOLS_ROLE
 from agentrl.workflow.store.reads import run_rows
 from bench.faults.fork_server import Nursery
 from tests.support.forked_stack import ForkedStack, forked_stack
@@ -148,23 +151,33 @@ def test_cancelled_run_stays_cancelled(stack: ForkedStack, model: Path) -> None:
     assert count(stack.database, "SELECT count(*) FROM episodes WHERE status <> 'cancelled'") == 0
 
 
-def test_workers_started_by_hand_use_postgres_and_redis_urls(
+def test_workers_need_only_the_logins_of_the_compose_stack(
     redis_server: Settings, postgres: Database, model: Path, tmp_path: Path
 ) -> None:
+    url = postgres.url.render_as_string(hide_password=False)
     stack = Stack(
         tmp_path / "home",
-        AGENTRL_DATABASE_URL=postgres.url.render_as_string(hide_password=False),
+        AGENTRL_DATABASE_URL=url,
         AGENTRL_BROKER_URL=broker_url(redis_server),
+        PYTHONPATH=os.pathsep.join([str(Path("tests/support/compose_agents").resolve()), *sys.path]),
     )
     try:
-        for role in ("rollout", "train", "tools", "control"):
+        for role in ("rollout", "train", "control", "endpoint"):
             stack.worker(role)
-        asked = ("--dataset", "arithmetic", "--model", str(model), "--max-tasks", "8")
-        run = stack.agentrl("submit", *asked, *SMALL, "--detach")
-        assert "done" in stack.agentrl("watch", run.strip())
+        for role, login in (("tools", TOOLS_ROLE), ("agents", AGENTS_ROLE)):
+            limited = postgres.url.set(username=login).render_as_string(hide_password=False)
+            stack.worker(role, AGENTRL_DATABASE_URL=limited)
+        asked = ("submit", "--dataset", "arithmetic", "--model", str(model), "--max-tasks", "8", *SMALL)
+        run = stack.agentrl(*asked, "--detach").strip()
+        assert "done" in stack.agentrl("watch", run)
         assert_whole(stack.database, iterations=2, episodes=32)
         assert "done" in stack.agentrl("runs")
-        assert json.loads(stack.agentrl("sql", f"SELECT status FROM v_runs WHERE run = '{run.strip()}'", "--json"))
+        assert json.loads(stack.agentrl("sql", f"SELECT status FROM v_runs WHERE run = '{run}'", "--json"))
+        agent = [*(word for word in asked if word not in ("--max-steps", "2")), "--agent", "plain_agent:solve"]
+        stack.agentrl(*agent, "--wait")
+        assert count(stack.database, "SELECT count(*) FROM agent_attempts WHERE error_class = ''") == 32
+        refused = stack.command(*agent, "-s", "agent.show_reference=true", "--wait")
+        assert "login of this agents worker may not read references" in refused.stdout + refused.stderr
     finally:
         stack.close()
 

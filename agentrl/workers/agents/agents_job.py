@@ -23,7 +23,7 @@ from agentrl.workers.stack.presence import find_endpoint_url
 from agentrl.workers.stack.process import claim_name, database, heartbeat, stopping, threaded, write_when_possible
 from agentrl.workers.stack.replies import Waker
 from agentrl.workflow.agents import LLM, AgentTask, keys
-from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, ServiceError
+from agentrl.workflow.errors import AccessDenied, AgentRLError, ConfigError, InfraError, ServiceError
 from agentrl.workflow.resources import Prompt
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.runtime.log_fields import log_fields
@@ -113,7 +113,7 @@ def _run(work: AgentWork, llm: LLM, emit_key: str, is_stopped: Callable[[], bool
         key=work.task,
         messages=[message_dict(message) for message in work.messages],
         metadata=dict(work.metadata),
-        reference=work.reference,
+        reference=_reference(work) if agent.show_reference else None,
         training=work.training,
         resources={name: Prompt(text) for name, text in work.resources.items()},
     )
@@ -123,6 +123,15 @@ def _run(work: AgentWork, llm: LLM, emit_key: str, is_stopped: Callable[[], bool
     with agent_programs.placed(agent, task, llm, work.config, emit_key, clock) as place:
         faultpoint("agent.started")
         return processes.run(place.order(agent, task, [llm.api_key, emit_key]), place.spec(agent), is_stopped)
+
+
+def _reference(work: AgentWork) -> str:
+    """Return the reference of the agent's task. Raise ConfigError if this worker may not read it."""
+    try:
+        return agent_attempts.load_reference(database(), work.task_id)
+    except AccessDenied as error:
+        problem = "agent.show_reference is set, but the login of this agents worker may not read references."
+        raise ConfigError(problem, "Start an agents worker with the login of the database's owner.") from error
 
 
 def message_dict(message: Message) -> dict[str, str]:

@@ -32,7 +32,7 @@ RESENDS = 5
 released.
 """
 
-_AGENTS_WORKER_HINT = "Is an agents worker running? Start one: agentrl worker agents"
+_AGENTS_WORKER_HINT = "If an agents worker is running, its log says why it claims none. Else start one: agentrl worker agents"
 
 
 class Agents(Protocol):

@@ -31,7 +31,8 @@ class AgentWork:
     Args:
         id: the id of the agent's row in `agent_attempts`.
         run: the run's name, which the agent passes as the model's name.
-        reference: the task's reference answer if the run's config shows it to agents; else None.
+        task: the key of the task.
+        task_id: the id of the task's row.
         resources: the run's texts that the agent uses, by name.
         began: the time at which the first attempt at the episode began. For a fork, it is the time of the parent.
     """
@@ -44,7 +45,7 @@ class AgentWork:
     task: str
     messages: tuple[Message, ...]
     metadata: Mapping[str, Any]
-    reference: str | None
+    task_id: int
     training: bool = True
     resources: Mapping[str, str] = field(default_factory=dict)
     began: datetime = field(default_factory=lambda: datetime.now(UTC))
@@ -98,9 +99,7 @@ _CLAIM = PreparedStatement(
     .where(_AGENTS.id == bindparam("of_agent"))
     .values(status="running", lease_until=now_ms() + bindparam("lease_ms", type_=Integer))
 )
-_TASK = PreparedStatement(
-    select(_TASKS.key, _TASKS.messages, _TASKS.metadata, _TASKS.reference).where(_TASKS.id == bindparam("task"))
-)
+_TASK = PreparedStatement(select(_TASKS.key, _TASKS.messages, _TASKS.metadata).where(_TASKS.id == bindparam("task")))
 _PARENT = PreparedStatement(select(_EPISODES.parent_id).where(_EPISODES.id == bindparam("episode")))
 _BEGAN = PreparedStatement(select(func.min(_AGENTS.started_at)).where(_AGENTS.episode_id == bindparam("episode")))
 _FINISH = PreparedStatement(
@@ -161,7 +160,7 @@ def _claim(tx: Connection, rows: Sequence[Any], worker: str, key_hash: str, leas
     agent, episode, attempt, task, group, run, config, kind = rows[0]
     values = {"worker": worker, "key_hash": key_hash, "started_at": datetime.now(UTC), "lease_ms": int(lease_seconds * 1000)}
     _CLAIM.run(tx, {"of_agent": agent, **values})
-    ((key, messages, metadata, reference),) = _TASK.rows(tx, {"task": task})
+    ((key, messages, metadata),) = _TASK.rows(tx, {"task": task})
     return AgentWork(
         id=agent,
         run=run,
@@ -171,11 +170,17 @@ def _claim(tx: Connection, rows: Sequence[Any], worker: str, key_hash: str, leas
         task=key,
         messages=tuple(message_value(message) for message in messages),
         metadata=metadata,
-        reference=str(reference) if config["agent"].get("show_reference") else None,
+        task_id=task,
         training=kind == "train",
         resources=resources_of_group(tx, group) if config.get("resources") else {},
         began=_began(tx, episode),
     )
+
+
+@read_transaction
+def load_reference(tx: Connection, task_id: int) -> str:
+    """Return the reference answer of a task. Raise AccessDenied if the login may not read it (`agentrl_agents` may not)."""
+    return str(tx.execute(select(_TASKS.reference).where(_TASKS.id == task_id)).scalar_one())
 
 
 def _began(tx: Connection, episode: int) -> datetime:
