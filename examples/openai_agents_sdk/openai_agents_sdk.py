@@ -35,13 +35,13 @@ def main() -> None:
     """Trains it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="tiny-arithmetic")
-    parser.add_argument("--iterations", type=int, default=48)
+    parser.add_argument("--iterations", type=int, default=32)
     parser.add_argument("--tasks", type=int, default=16, help="of an iteration")
     parser.add_argument("--group-size", type=int, default=8)
     asked = parser.parse_args()
     options: dict[str, Any] = {"group_size": asked.group_size, "tasks_per_iteration": asked.tasks, "max_new_tokens": 32}
     trainer = agentrl.Trainer("grpo", model=asked.model, learning_rate=4e-4, **options)
-    run = trainer.fit(solve, "arithmetic", iterations=asked.iterations)
+    run = trainer.fit(solve, "arithmetic", iterations=asked.iterations, eval={"every": 10, "tasks": 4 * asked.tasks})
     print(run.curve())
     print(f"{run.name}: {run.status}, {sum(1 for _ in run.episodes().rows())} episodes")
 
