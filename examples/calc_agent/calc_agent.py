@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import random
 from typing import Any
 
@@ -34,11 +35,11 @@ def solve(task: agentrl.AgentTask, llm: agentrl.LLM) -> str:
 
 
 def computed(call: Any) -> str:
-    """The sum that a call asks for; a half-trained model writes anything."""
+    """The value of whole numbers with + - *, such as 48+24; a half-trained model writes anything."""
     try:
         expression = str(json.loads(call.function.arguments)["expression"])
-        left, sign, right = expression.split()
-        return str(int(left) + int(right) if sign == "+" else int(left) - int(right))
+        terms = expression.replace(" ", "").replace("-", "+-").split("+")
+        return str(sum(math.prod(int(factor) for factor in term.split("*")) for term in terms if term))
     except (ValueError, TypeError, KeyError) as error:
         return f"error: {type(error).__name__}"
 

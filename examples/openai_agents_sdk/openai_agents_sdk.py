@@ -1,6 +1,7 @@
 """An agent on the OpenAI Agents SDK, by its chat completions model, with a tool that is a function."""
 
 import argparse
+import math
 from typing import Any
 
 from agents import Agent, MaxTurnsExceeded, ModelBehaviorError, OpenAIChatCompletionsModel, Runner, function_tool
@@ -14,9 +15,9 @@ disable_tracing(True)
 
 @function_tool
 def calculator(expression: str) -> str:
-    """Computes a sum of two whole numbers, for example 48 + 24."""
-    left, sign, right = expression.split()
-    return str(int(left) + int(right) if sign == "+" else int(left) - int(right))
+    """Computes whole numbers with + - *, for example 48 + 24."""
+    terms = expression.replace(" ", "").replace("-", "+-").split("+")
+    return str(sum(math.prod(int(factor) for factor in term.split("*")) for term in terms if term))
 
 
 async def solve(task: agentrl.AgentTask, llm: agentrl.LLM) -> str:
