@@ -123,6 +123,18 @@ def test_run_argument_skips_evaluations_if_other_runs_exist(
     assert defaults() == ["The newest run: trained", "The last episode: 8, of the run trained"]
 
 
+@pytest.mark.parametrize(
+    ("words", "choices"),
+    [("replay 4 --verify", "tools, tokens, rewards, all"), ("dpo RUN --reference", "start, sampler"), ("replay --step", "")],
+)
+def test_option_without_value_names_its_choices(words: str, choices: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    said = capsys.readouterr().err
+    assert "requires an argument." in said
+    assert said.count("Choose one of") == bool(choices)
+    assert choices in said
+
+
 def test_run_argument_without_runs_suggests_submit(
     data: Database,  # noqa: F811
     capsys: pytest.CaptureFixture[str],
