@@ -38,8 +38,10 @@ endef
 	$(call pip,.venv,-c constraints.txt -e '.[dev]')
 	@touch $@
 
+# `make -n` runs each line of a recipe that has $(MAKE) in it, so the recipe has none.
+quickstart: export MAKE := $(MAKE)
 quickstart:
-	MAKE="$(MAKE)" ./quickstart.sh
+	./quickstart.sh
 
 test: env
 	$(PYTEST) -m 'not slow'
