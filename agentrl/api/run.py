@@ -211,11 +211,13 @@ class StoredPolicy:
         self._opened = self._opened or self.open()
         return self._opened.generate(self._prompt(messages), tools, **limits).message
 
-    def _prompt(self, messages: "str | Sequence[Message | Mapping[str, Any]]") -> list[Message]:
+    def _prompt(self, messages: "str | Sequence[Message | Mapping[str, Any]]") -> Sequence[Message]:
+        from agentrl.workflow.envs import with_system_prompt
+
         if not isinstance(messages, str):
             return [message_of(message) for message in messages]
         system = "" if self._experiment.config.agent is not None else self._experiment.env.system_prompt
-        return [*([Message("system", system)] if system else []), Message("user", messages)]
+        return with_system_prompt(system, (Message("user", messages),))
 
     def save(self, folder: str | Path, overwrite: bool = False) -> Path:
         """Save the policy as an ordinary model folder, with LoRA merged into the base model.
