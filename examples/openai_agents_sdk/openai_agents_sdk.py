@@ -13,7 +13,7 @@ import agentrl
 disable_tracing(True)
 
 
-@function_tool
+@function_tool(strict_mode=False)
 def calculator(expression: str) -> str:
     """Computes whole numbers with + - *, for example 48 + 24."""
     terms = expression.replace(" ", "").replace("-", "+-").split("+")
@@ -24,7 +24,7 @@ async def solve(task: agentrl.AgentTask, llm: agentrl.LLM) -> str:
     """Runs the SDK's own loop; what a half-trained model does wrong ends the episode, and not the run."""
     async with AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key) as client:
         model = OpenAIChatCompletionsModel(model=llm.model, openai_client=client)
-        agent = Agent(name="Sums", instructions="Use the calculator, then say the number.", model=model, tools=[calculator])
+        agent = Agent(name="Sums", model=model, tools=[calculator])
         try:
             result = await Runner.run(agent, task.input, max_turns=3)
         except (MaxTurnsExceeded, ModelBehaviorError):
