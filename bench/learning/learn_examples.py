@@ -1,10 +1,11 @@
 """`python -m bench.learning.learn_examples`: what does each example learn (`make learn-examples`)?
 
 Each example is run by the command of its page, in its folder, on an embedded stack of its own. Its result is a JSON file in
-`docs/results/examples/`, with a picture of its curve beside it. An example whose result is there is not run again: remove the
-file first. At the end the pictures and the curves' section of `examples/README.md` are made of all results that are there.
+`docs/results/examples/`. An example whose result is there is not run again: remove the file and `build/learn-examples/` first.
+At the end the curves of all results are drawn, and shown in `examples/README.md`.
 
-`make learn-examples only=own_env,notebook` chooses; `only=` that is no example runs nothing.
+`make learn-examples only=own_env,notebook` chooses. Not here are examples that do not train (benchmark), and those that need a
+pretrained model: the reward of the tiny model stays 0 in train_math_agent, and it writes no SQL and follows no prompt.
 """
 
 import argparse
@@ -20,19 +21,20 @@ from typing import Any
 
 from sqlalchemy import text
 
-from bench.learning import learn_real
+from bench.learning import learn_real, results
 from tests.support.real_stack import Stack
 
 EXAMPLES, BUILD, FOLDER = Path("examples"), Path("build/learn-examples"), Path("docs/results/examples")
+PAGE = EXAMPLES / "README.md"
+BEGIN, END = "<!-- curves: made by `make learn-examples` -->\n", "<!-- end of curves -->\n"
 WARM_START = ("sft", "--dataset", "arithmetic", "--model", "tiny")
 """What the pages of the examples type first; it makes tiny-arithmetic."""
 COMMANDS = {
     "openai_agent": (
         "agentrl submit --dataset arithmetic --model tiny --agent agent:solve --max-new-tokens 32 --learning-rate 4e-4"
-        " --eval-every 10 --wait"
+        " --epochs 1 --eval-every 10 --wait"
     ),
     "calc_agent": "python calc_agent.py",
-    "train_math_agent": "python train_math_agent.py",
     "openai_agents_sdk": "python openai_agents_sdk.py",
     "own_env": "python own_env.py",
     "notebook": "python ten_lines.py",
@@ -42,37 +44,59 @@ NOTEBOOK = "ten_lines.ipynb"
 
 
 def main() -> int:
-    """Run the examples that have no result, then make pictures and page; return the exit code."""
+    """Run the examples that have no result, then draw all curves; return the exit code."""
     for name in _arguments().only:
         file = FOLDER / f"{name}.json"
         if not file.exists():
             result = play(name, BUILD / name)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(result, indent=1) + "\n")
+    write_gallery()
     return 0
 
 
+def write_gallery() -> None:
+    """Draw the curve of each result, and show all of them in the page of the examples."""
+    found = results.load_results(FOLDER)
+    for one in found:
+        results.draw([one], FOLDER / f"{one['cell']}.svg", window=1)
+    lines = results.table(found, "example")
+    for one in found:
+        name = one["cell"]
+        command = f"all cells of `{NOTEBOOK}`" if name == "notebook" else f"`{one['typed']}`"
+        picture = os.path.relpath(FOLDER / f"{name}.svg", PAGE.parent)
+        lines += ["", f"**[{name}]({name})**: {command}", "", f"![The reward of each iteration of {name}]({picture})"]
+    results.fill(PAGE, BEGIN, lines, END)
+
+
 def play(name: str, folder: Path) -> dict[str, Any]:
-    """Train one example; return its result."""
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(EXAMPLES / name, folder / "example")
-    if NOTEBOOK.startswith(COMMANDS[name].split()[-1].removesuffix(".py")):
-        _write_cells(folder / "example")
+    """Train one example, unless it was trained before; return its result."""
     with closing(Stack((folder / "home").resolve(), AGENTRL_LEASE_SECONDS="60", AGENTRL_THREADS="0")) as stack:
-        shutil.copytree(_warm_start(), stack.home / "models")
-        with learn_real.processor_time(stack, folder):
-            _run(stack, folder / "example", COMMANDS[name])
+        if not (folder / "provenance.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            _train(stack, folder, name)
         return {
             "cell": name,
             "seed": 0,
             "typed": COMMANDS[name],
             **_curve(stack),
             "processor_seconds": json.loads((folder / "processor.json").read_text()),
-            **learn_real.provenance(),
+            **json.loads((folder / "provenance.json").read_text()),
         }
 
 
-def _run(stack: Stack, folder: Path, command: str) -> None:
+def _train(stack: Stack, folder: Path, name: str) -> None:
+    """Run the example's command in a copy of its folder."""
+    shutil.copytree(EXAMPLES / name, folder / "example")
+    shutil.copytree(_warm_start(), stack.home / "models")
+    if (folder / "example" / NOTEBOOK).exists():
+        _write_cells(folder / "example")
+    with learn_real.processor_time(stack, folder):
+        _type(stack, folder / "example", COMMANDS[name])
+    (folder / "provenance.json").write_text(json.dumps(learn_real.provenance()))
+
+
+def _type(stack: Stack, folder: Path, command: str) -> None:
     environment = {
         **stack.environment,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
@@ -82,22 +106,22 @@ def _run(stack: Stack, folder: Path, command: str) -> None:
 
 
 def _curve(stack: Stack) -> dict[str, Any]:
-    """The model, the mean reward and the seconds of each iteration, and what was measured on held-out tasks."""
-    iterations = "SELECT mean_reward, seconds FROM v_iterations WHERE status = 'done' AND run = :run ORDER BY iteration"
+    """The model, the mean reward of each iteration, what was measured on held-out tasks, and the seconds of the run."""
+    iterations = "SELECT mean_reward FROM v_iterations WHERE status = 'done' AND run = :run ORDER BY iteration"
     evals = (
         "SELECT policy_version AS iteration, episodes AS n, mean_reward AS mean, low, high FROM v_evals"
         " WHERE measures = :run ORDER BY policy_version"
     )
     with stack.database.read() as tx:
-        run, model = tx.execute(text("SELECT name, model FROM v_runs WHERE kind = 'train'")).one()
-        rows = tx.execute(text(iterations), {"run": run}).all()
+        run, model, seconds = tx.execute(text("SELECT run, model, seconds FROM v_runs WHERE kind = 'train'")).one()
+        rewards = [*tx.execute(text(iterations), {"run": run}).scalars()]
         held_out = [dict(row) for row in tx.execute(text(evals), {"run": run}).mappings()]
     return {
         "model": Path(model).name,
-        "iterations": len(rows),
-        "rewards": [row.mean_reward for row in rows],
-        "held_out": {"before": held_out[0], "between": held_out[1:-1], "after": held_out[-1]} if held_out else None,
-        "seconds": sum(row.seconds for row in rows),
+        "iterations": len(rewards),
+        "rewards": rewards,
+        "held_out": {"before": held_out[0], "between": held_out[1:-1], "after": held_out[-1]},
+        "seconds": seconds,
     }
 
 
