@@ -91,9 +91,10 @@ def _train(stack: Stack, folder: Path, name: str) -> None:
     shutil.copytree(_warm_start(), stack.home / "models")
     if (folder / "example" / NOTEBOOK).exists():
         _write_cells(folder / "example")
+    provenance = learn_real.provenance()  # before the run: the checkout may change meanwhile
     with learn_real.processor_time(stack, folder):
         _type(stack, folder / "example", COMMANDS[name])
-    (folder / "provenance.json").write_text(json.dumps(learn_real.provenance()))
+    (folder / "provenance.json").write_text(json.dumps(provenance))
 
 
 def _type(stack: Stack, folder: Path, command: str) -> None:
