@@ -16,7 +16,7 @@ endif
 # Bytecode is kept, also where a container says otherwise: a command and its workers compile what they import once, not each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env generated quickstart test test-explore test-slow test-ends faults disturbed disturbed-agents learn learn-agent learn-code learn-real learn-prompts demo pictures bench trackers clients gpu-check gpu-wheels lint lint-page format address wheel-test release compose-test vllm-test docs clean
+.PHONY: env generated quickstart test test-explore test-slow test-ends faults disturbed disturbed-agents learn learn-agent learn-code learn-real learn-examples learn-prompts demo pictures bench trackers clients gpu-check gpu-wheels lint lint-page format address wheel-test release compose-test vllm-test docs clean
 
 env: .venv/.stamp
 
@@ -38,8 +38,10 @@ endef
 	$(call pip,.venv,-c constraints.txt -e '.[dev]')
 	@touch $@
 
+# `make -n` runs each line of a recipe that has $(MAKE) in it, so the recipe has none.
+quickstart: export MAKE := $(MAKE)
 quickstart:
-	MAKE="$(MAKE)" ./quickstart.sh
+	./quickstart.sh
 
 test: env
 	$(PYTEST) -m 'not slow'
@@ -113,6 +115,11 @@ learn-code: env
 # `make learn-real smollm=FOLDER qwen=FOLDER only=sums seeds=0`.
 learn-real: .venv/.learn
 	$(BIN)/python -m bench.learning.learn_real $(if $(smollm),--smollm $(smollm)) $(if $(qwen),--qwen $(qwen)) $(if $(only),--only $(only)) $(if $(seeds),--seeds $(seeds))
+
+# Every example trains as its page says: about an hour; results and curves are in docs/results/examples/ and examples/README.md.
+# `make learn-examples only=own_env,notebook`; an example that has a result is not run again.
+learn-examples: .venv/.learn
+	$(BIN)/python -m bench.learning.learn_examples $(if $(only),--only $(only))
 
 # Prompts learn by a critic that reads, and not by one that is blind: apo and gepa, five seeds each: some minutes, into
 # build/learn_prompts.json and .md.

@@ -190,15 +190,15 @@ class StoredPolicy:
     def _experiment(self) -> "Experiment":
         from agentrl.workflow.experiment import Experiment
 
-        experiment = Experiment.load(run_names.find_run(self._db, self.run)["config"])
-        return experiment.reading(experiment.config.resources)
+        run = Run(self._db, run_rows.describe_run(self._db, self.run))
+        return Experiment.load(run.config).reading(run.resources)
 
     def generate(self, messages: "str | Sequence[Message | Mapping[str, Any]]", **limits: Any) -> Message:
         """Sample one turn in reply to a user's text, or to messages in the format of the chat API.
 
-        The prompt is as in the run's episodes: a text gets the system prompt of the env, and the run's tools are offered. For a
-        run with an agent, the prompt has only the messages. If the turn calls a tool, the call is in `tool_calls` of the
-        message, and the tool is not run.
+        The prompt is as in the run's episodes: a text gets the system prompt of the env, and the run's tools are offered. After
+        a prompt search, their texts are those that the search chose. For a run with an agent, the prompt has only the
+        messages. If the turn calls a tool, the call is in `tool_calls` of the message, and the tool is not run.
 
         Args:
             messages: the text, or the messages.
@@ -211,11 +211,13 @@ class StoredPolicy:
         self._opened = self._opened or self.open()
         return self._opened.generate(self._prompt(messages), tools, **limits).message
 
-    def _prompt(self, messages: "str | Sequence[Message | Mapping[str, Any]]") -> list[Message]:
+    def _prompt(self, messages: "str | Sequence[Message | Mapping[str, Any]]") -> Sequence[Message]:
+        from agentrl.workflow.envs import with_system_prompt
+
         if not isinstance(messages, str):
             return [message_of(message) for message in messages]
         system = "" if self._experiment.config.agent is not None else self._experiment.env.system_prompt
-        return [*([Message("system", system)] if system else []), Message("user", messages)]
+        return with_system_prompt(system, (Message("user", messages),))
 
     def save(self, folder: str | Path, overwrite: bool = False) -> Path:
         """Save the policy as an ordinary model folder, with LoRA merged into the base model.

@@ -63,7 +63,7 @@ class Store:
         return Rows(RunRow, lambda paging: run_rows.list_runs(self._db, run_filter, paging), lambda row: Run(self._db, row))
 
     def run(self, name: "str | int | None" = None) -> Run:
-        """Return a run by its name or number. Without `name`, return the newest run.
+        """Return a run by its name or number. Without `name`, return the newest run; an evaluation only if there is no other.
 
         Raises:
             NotFoundError: the run does not exist, or the store has no run yet.

@@ -88,6 +88,18 @@ COMPLETION_VARIABLE = "_AGENTRL_COMPLETE"
 class Command(TyperCommand):
     """A command whose help shows the options of each group (`rich_help_panel`), then the options without a group."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words. If an option lacks its value, the error message names the possible values."""
+        from typer._click.exceptions import BadOptionUsage
+
+        try:
+            return super().parse_args(ctx, args)
+        except BadOptionUsage as error:
+            metavars = [str(param.metavar) for param in self.get_params(ctx) if error.option_name in param.opts]
+            choices = [metavar.replace("|", ", ") for metavar in metavars if "|" in metavar]
+            error.message += "".join(f" Choose one of {names}." for names in choices)
+            raise
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then each group of options."""
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from agentrl.cli.turn_display import Voice, turn_lines
 from agentrl.workflow.agent import observe, refusal
 from agentrl.workflow.chat.parsing import THINK
-from agentrl.workflow.envs import Env
+from agentrl.workflow.envs import Env, with_system_prompt
 from agentrl.workflow.errors import StateError
 from agentrl.workflow.inference.open_policy import OpenPolicy
 from agentrl.workflow.runtime.shown_text import Line
@@ -83,8 +83,7 @@ class Talk:
         """
         self._before = _Checkpoint(self.steps, self._row, self._unheard)
         question = Message("user", text)
-        system = (Message("system", self.env.system_prompt),) if self.env.system_prompt and not self.steps else ()
-        new = (*system, *self._unheard, question)
+        new = (*self._unheard, question) if self.steps else with_system_prompt(self.env.system_prompt, (question,))
         episode = Episode(Task("chat", (question,), ""))
         for _ in range(self.policy.limits.max_steps):
             step = yield from self._sample_turn(new, voice)

@@ -102,7 +102,7 @@ def evaluate(
     from agentrl.workers.requests import submit as submission
     from agentrl.workers.stack.process import database
     from agentrl.workflow.config import build
-    from agentrl.workflow.store.reads import eval_results, run_rows
+    from agentrl.workflow.store.reads import eval_results
 
     drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "max_steps": max_steps, "engine": engine}
@@ -119,10 +119,18 @@ def evaluate(
     run = run_to_end(prepared, group_size)
     result = eval_results.find_result(database(), run.name)
     _show_score(run.name, policy, result, as_json)
+    _exit_if_failed(run.name, result, fail_under)
+
+
+def _exit_if_failed(run: str, result: Mapping[str, Any], fail_under: float | None) -> None:
+    """Raise Exit if no episode has a reward, or the mean reward is too low."""
+    from agentrl.workers.stack.process import database
+    from agentrl.workflow.store.reads import run_rows
+
     if not result["episodes"]:
-        failure = run_rows.find_most_frequent_failure(database(), run.name)
+        failure = run_rows.find_most_frequent_failure(database(), run)
         why = f": {one_line(failure['error'])[:300]}" if failure else ""
-        say(f"No episode could be scored{why}. See them: agentrl episodes {run.name}")
+        say(f"No episode could be scored{why}. See them: agentrl episodes {run}")
         raise typer.Exit(1)
     if fail_under is not None and (result["mean_reward"] is None or result["mean_reward"] < fail_under):
         say(f"The mean reward is below {fail_under:g}.")

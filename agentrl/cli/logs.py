@@ -11,6 +11,7 @@ import typer
 
 from agentrl.cli.console import say, show
 from agentrl.workflow.errors import NotFoundError, did_you_mean
+from agentrl.workflow.runtime.process_output import read_end
 from agentrl.workflow.runtime.shown_text import clean
 
 PAUSE_SECONDS = 0.3
@@ -58,9 +59,8 @@ def _pick_logs(folder: Path, role: str | None) -> dict[str, Path]:
 def _show_end(name: str, file: Path, lines: int, titled: bool) -> int:
     """Show the last lines of a log. Return the position after these lines, in bytes."""
     with file.open("rb") as log:
-        end = log.seek(0, os.SEEK_END)
-        log.seek(max(end - END_BYTES, 0))
-        newest = log.read(end - log.tell()).removesuffix(b"\n").split(b"\n")[-lines:]
+        newest = read_end(log, END_BYTES).removesuffix(b"\n").split(b"\n")[-lines:]
+        end = log.tell()
     if titled:
         say(f"== {name}: {file}")
     _show_lines(newest)

@@ -7,6 +7,7 @@ from typing import Any
 
 from agentrl.workflow.config import ModelConfig, RunConfig
 from agentrl.workflow.errors import ConfigError, ModelError
+from agentrl.workflow.runtime.process_output import last_line
 from agentrl.workflow.settings import settings
 
 PROBE_SECONDS = 120
@@ -22,8 +23,8 @@ def probe_facts(*arguments: str, seconds: int = PROBE_SECONDS) -> dict[str, Any]
     except subprocess.TimeoutExpired:
         return {"error": f"did not answer within {seconds} s"}
     if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["ended without a message"])[-1]}
-    facts: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        return {"error": last_line(done.stderr, "ended without a message")}
+    facts: dict[str, Any] = json.loads(last_line(done.stdout))
     return facts
 
 

@@ -13,7 +13,12 @@ if TYPE_CHECKING:
     from agentrl.workflow.store.driver_reader import Reader
 
 NewestRun = Annotated[
-    str | None, typer.Argument(metavar="RUN", help="Name or number of the run [the newest].", show_default=False)
+    str | None,
+    typer.Argument(
+        metavar="RUN",
+        help="Name or number of the run [the newest; evaluations last].",
+        show_default=False,
+    ),
 ]
 
 
@@ -33,7 +38,10 @@ GivenEpisode = Annotated[
 LastEpisode = Annotated[
     int | None,
     typer.Argument(
-        metavar="EPISODE", help="Number of the episode [the last one done].", show_default=False, parser=_episode_number
+        metavar="EPISODE",
+        help="Number of the episode [the last one done; evaluations last].",
+        show_default=False,
+        parser=_episode_number,
     ),
 ]
 
@@ -42,7 +50,9 @@ Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow code fro
 
 
 def pick_run(db: Any, run: str | None) -> str:
-    """Return `run`. If `run` is None, return the newest run and print its name. Raise NotFoundError if there is no run."""
+    """Return `run`. If `run` is None, return the newest run that is not an evaluation, or else the newest evaluation, and print
+    its name. Raise NotFoundError if there is no run.
+    """
     from agentrl.workflow.errors import NotFoundError
     from agentrl.workflow.store.reads import run_rows
 
@@ -55,17 +65,19 @@ def pick_run(db: Any, run: str | None) -> str:
 
 
 def pick_episode(db: Any, episode: int | None) -> int:
-    """Return `episode`. If it is None, return the last done episode and print its id. Raise NotFoundError if no episode is
-    done.
+    """Return `episode`. If it is None, return the last done episode and print its id and run. An episode of an evaluation is
+    only returned if no other is done. Raise NotFoundError if no episode is done.
     """
     from agentrl.workflow.errors import NotFoundError
     from agentrl.workflow.store.reads import episode_rows
 
-    number = episode_rows.find_last_episode(db) if episode is None else episode
-    if number is None:
+    if episode is not None:
+        return episode
+    last = episode_rows.find_last_episode(db)
+    if last is None:
         raise NotFoundError("No episode is done yet.", "Follow the newest run: agentrl watch")
-    if episode is None:
-        say(f"The last episode: {number}")
+    number, run = last
+    say(f"The last episode: {number}, of the run {run}")
     return number
 
 

@@ -134,10 +134,7 @@ def sft(
     Without --min-reward and --best the model learns from every finished episode, whatever its reward.
     """
     recipe = recipe_options(steps, batch_size, learning_rate, seed, gradient_accumulation_steps, optimizer)
-    if min_reward is not None and not isfinite(min_reward):
-        raise ConfigError(f"--min-reward must be a finite number, not {min_reward:g}.", "Leave it out to take every episode.")
-    if epochs is not None and steps is not None:
-        raise ConfigError("--epochs and --steps exclude each other.", "Leave one out.")
+    _check_options(min_reward, epochs, steps, held_out)
     chosen = {"--min-reward": min_reward, "--best": best, "--reward-set": reward_set, "--policy": policy}
     place = OutputPlace(name, output_dir, force, save_every)
     targets = tuple(name for text in lora_targets or () for name in text.split(","))
@@ -149,7 +146,7 @@ def sft(
     of_dataset |= {"--map": map, "--filter": filter, "--split": None if split == "train" else split}
     if not from_episodes:
         refuse_options(chosen, "for stored episodes only.", "Add --from-episodes RUN.")
-        recipe["held_out"] = _held_out_share(held_out)
+        recipe["held_out"] = held_out
         _train_on_demonstrations(dataset or "arithmetic", model or "tiny", how, place, as_json)
         return
     of_dataset |= {"--lora": "new" if lora == "new" else None, "--trust-remote-code": trust_remote_code or None}
@@ -191,10 +188,14 @@ def _as_flags(values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"--{name.replace('_', '-')}": value for name, value in values.items()}
 
 
-def _held_out_share(held_out: float) -> float:
+def _check_options(min_reward: float | None, epochs: int | None, steps: int | None, held_out: float) -> None:
+    """Raise ConfigError if a number is out of its range, or two options exclude each other."""
+    if min_reward is not None and not isfinite(min_reward):
+        raise ConfigError(f"--min-reward must be a finite number, not {min_reward:g}.", "Leave it out to take every episode.")
+    if epochs is not None and steps is not None:
+        raise ConfigError("--epochs and --steps exclude each other.", "Leave one out.")
     if not 0 <= held_out < 1:
         raise ConfigError(f"--held-out must be at least 0 and below 1, not {held_out:g}.", "For example 0.05: one in twenty.")
-    return held_out
 
 
 def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, place: OutputPlace, as_json: bool) -> None:

@@ -150,7 +150,7 @@ def play(name: str, seed: int, model: str, cell: Cell, folder: Path) -> dict[str
         cell.data(folder)
     with closing(Stack((folder / "home").resolve(), AGENTRL_LEASE_SECONDS="60", AGENTRL_THREADS="0")) as stack:
         before = _once(folder / "before.json", lambda: _evaluate(stack, folder, model, cell))
-        with _processor_time(stack, folder):
+        with processor_time(stack, folder):
             train = _train_with_trl if cell.trainer == "trl" else _train
             policy = train(stack, folder, model, cell, seed)
         after = _evaluate(stack, folder, policy, cell)
@@ -166,10 +166,17 @@ def play(name: str, seed: int, model: str, cell: Cell, folder: Path) -> dict[str
             "rewards": rewards,
             "seconds": seconds,
             "processor_seconds": json.loads((folder / "processor.json").read_text()),
-            "commit": subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], text=True).strip(),
-            "machine": f"{os.cpu_count()} cores, {platform.machine()}, {_gpu()}",
-            "load": os.getloadavg()[1],
+            **provenance(),
         }
+
+
+def provenance() -> dict[str, Any]:
+    """The code and the machine that made a result."""
+    return {
+        "commit": subprocess.check_output(["git", "rev-parse", "--short=12", "HEAD"], text=True).strip(),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {_gpu()}",
+        "load": os.getloadavg()[1],
+    }
 
 
 def _length(cell: Cell) -> int:
@@ -243,7 +250,7 @@ def _once(file: Path, make: Callable[[], Mapping[str, Any]]) -> Any:
 
 
 @contextmanager
-def _processor_time(stack: Stack, folder: Path) -> Iterator[None]:
+def processor_time(stack: Stack, folder: Path) -> Iterator[None]:
     """Add the processor seconds of the stack and of this process's children to the cell's sum, also at Ctrl-C and SIGTERM."""
     file, began = folder / "processor.json", _spent(stack)
     try:

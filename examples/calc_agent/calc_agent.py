@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import random
 from typing import Any
 
@@ -34,11 +35,11 @@ def solve(task: agentrl.AgentTask, llm: agentrl.LLM) -> str:
 
 
 def computed(call: Any) -> str:
-    """The sum that a call asks for; a half-trained model writes anything."""
+    """The value of whole numbers with + - *, such as 48+24; a half-trained model writes anything."""
     try:
         expression = str(json.loads(call.function.arguments)["expression"])
-        left, sign, right = expression.split()
-        return str(int(left) + int(right) if sign == "+" else int(left) - int(right))
+        terms = expression.replace(" ", "").replace("-", "+-").split("+")
+        return str(sum(math.prod(int(factor) for factor in term.split("*")) for term in terms if term))
     except (ValueError, TypeError, KeyError) as error:
         return f"error: {type(error).__name__}"
 
@@ -53,16 +54,17 @@ def main() -> None:
     """Trains, and shows what came of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="tiny-arithmetic")
-    parser.add_argument("--iterations", type=int, default=48)
+    parser.add_argument("--iterations", type=int, default=32)
     parser.add_argument("--tasks", type=int, default=256)
     parser.add_argument("--group-size", type=int, default=8)
     asked = parser.parse_args()
-    draw = random.Random(0)
-    sums = [(draw.randrange(10, 100), draw.randrange(10, 100)) for _ in range(asked.tasks)]
-    rows = [{"question": f"What is {a} plus {b}?", "answer": str(a + b)} for a, b in sums]
+    held_out = max(2, asked.tasks // 4)
+    pairs = random.Random(0).sample([(a, b) for a in range(10, 100) for b in range(10, 100)], asked.tasks + held_out)
+    rows = [{"question": f"What is {a} plus {b}?", "answer": str(a + b)} for a, b in pairs]
     options: dict[str, Any] = {"group_size": asked.group_size, "max_new_tokens": 32, "learning_rate": 4e-4}
     trainer = agentrl.Trainer("grpo", model=asked.model, rewards=[right], hooks=[agentrl.LoggingHook], **options)
-    run = trainer.fit(solve, rows, iterations=asked.iterations, tasks_per_iteration=min(16, asked.tasks))
+    length = {"iterations": asked.iterations, "tasks_per_iteration": min(16, asked.tasks)}
+    run = trainer.fit(solve, rows[held_out:], rows[:held_out], **length)
     print(run.curve())
     print(f"{run.name}: {run.status}, {sum(1 for _ in run.episodes(min_reward=1).rows())} right answers")
 

@@ -1,46 +1,51 @@
-"""An env of your own for the built-in loop: guess a number, told higher or lower; no agent, no SDK."""
+"""An env of your own for the built-in loop: a sum, asked again after a wrong answer; no agent, no SDK."""
 
 import argparse
-import re
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import agentrl
 
+TRIES = 3
 
-class Guess(agentrl.Env):
+
+class Sums(agentrl.Env):
     """Keeps no state: what it says follows from the episode alone."""
 
-    def reset(self, task: agentrl.Task) -> tuple[agentrl.Message, ...]:
-        """What the model reads first."""
-        return (agentrl.Message("user", "Guess my number, from 1 to 20. Say nothing but a number."),)
-
     def step(self, episode: agentrl.Episode) -> tuple[agentrl.Message, ...]:
-        """What it reads after a guess; nothing where that was right."""
-        said, right = guessed(episode.steps[-1]), int(episode.task.reference)
-        return () if said == right else (agentrl.Message("user", "higher" if said < right else "lower"),)
+        """What the model reads after a turn: the calculator's result, or the question again; nothing when it is over."""
+        if episode.steps[-1].message.tool_calls:
+            return super().step(episode)
+        said = answers(episode)
+        return () if said[-1] == episode.task.reference or len(said) == TRIES else self.reset(episode.task)
 
     def final_reward(self, episode: agentrl.Episode) -> Mapping[str, float]:
-        """1 for a first right guess, less for a later one; a tenth for numbers at all."""
-        right = guessed(episode.steps[-1]) == int(episode.task.reference)
-        return {"guessed": right / len(episode.steps), "numbers": 0.1 * all(guessed(step) for step in episode.steps)}
+        """1 for a right first answer, a half for a second, a third for a third."""
+        said = answers(episode)
+        return {"answered": 1 / len(said) if said and said[-1] == episode.task.reference else 0.0}
 
 
-def guessed(step: agentrl.Step) -> int:
-    """The number of a turn; 0 where it says none."""
-    found = re.search(r"\d{1,4}", step.message.content)
-    return int(found[0]) if found else 0
+def answers(episode: agentrl.Episode) -> Sequence[str]:
+    """The turns that do not call the calculator."""
+    return [step.message.content.strip() for step in episode.steps if not step.message.tool_calls]
+
+
+SUMS = Sums(tools=("calculator",), correct=("answered",))
 
 
 def main() -> None:
     """Trains in it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="tiny-arithmetic")
-    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--iterations", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=8)
     asked = parser.parse_args()
-    rows = [{"question": "Guess.", "answer": str(number)} for number in range(1, 21)]
-    trainer = agentrl.Trainer("grpo", model=asked.model, env=Guess(correct=("guessed",)), group_size=asked.group_size)
-    run = trainer.fit(rows, iterations=asked.iterations, tasks_per_iteration=10, max_steps=5, max_new_tokens=4)
+    pairs = random.Random(0).sample([(a, b) for a in range(20, 100) for b in range(1, 20)], 320)
+    rows = [{"question": f"What is {a} minus {b}?", "answer": str(a - b)} for a, b in pairs]
+    options: dict[str, Any] = {"group_size": asked.group_size, "max_new_tokens": 32, "learning_rate": 4e-4}
+    trainer = agentrl.Trainer("grpo", model=asked.model, env=SUMS, **options)
+    run = trainer.fit(train_dataset=rows[64:], val_dataset=rows[:64], iterations=asked.iterations, tasks_per_iteration=16)
     print(run.curve())
     print(f"{run.name}: {run.status}, {sum(1 for _ in run.episodes().rows())} games")
 

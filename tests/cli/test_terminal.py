@@ -20,6 +20,7 @@ from agentrl.workflow.tables.column_meanings import MEANINGS
 from agentrl.workflow.tables.views import VIEWS
 from tests.cli.test_cli import agentrl, data, run  # noqa: F401 - fixtures
 from tests.conftest import forget_process
+from tests.support.played_runs import ready, submission
 from tests.support.small_models import tiny_random
 
 
@@ -100,11 +101,38 @@ def test_run_argument_defaults_to_newest_and_says_so(
         (["episodes"], "The newest run: by-hand"),
         (["events"], "The newest run: by-hand"),
         (["watch", "--json"], "The newest run: by-hand"),
-        (["replay"], "The last episode: 4"),
-        (["why"], "The last episode: 4"),
+        (["replay"], "The last episode: 4, of the run by-hand"),
+        (["why"], "The last episode: 4, of the run by-hand"),
     ):
         assert main(words) == 0
         assert said in capsys.readouterr().err
+
+
+def test_run_argument_skips_evaluations_if_other_runs_exist(
+    data: Database,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def defaults() -> list[str]:
+        assert main(["events"]) == main(["replay"]) == 0
+        return [line for line in capsys.readouterr().err.splitlines() if line.startswith("The ")]
+
+    ready(data, submission("before", kind="eval"))
+    assert defaults() == ["The newest run: before", "The last episode: 4, of the run before"]
+    ready(data, submission("trained"))
+    ready(data, submission("after", kind="eval"))
+    assert defaults() == ["The newest run: trained", "The last episode: 8, of the run trained"]
+
+
+@pytest.mark.parametrize(
+    ("words", "choices"),
+    [("replay 4 --verify", "tools, tokens, rewards, all"), ("dpo RUN --reference", "start, sampler"), ("replay --step", "")],
+)
+def test_option_without_value_names_its_choices(words: str, choices: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    said = capsys.readouterr().err
+    assert "requires an argument." in said
+    assert said.count("Choose one of") == bool(choices)
+    assert choices in said
 
 
 def test_run_argument_without_runs_suggests_submit(

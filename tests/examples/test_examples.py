@@ -2,10 +2,12 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ SMALL: dict[str, list[str]] = {
     "own_env": ["own_env.py", "--iterations", "1", "--group-size", "2"],
     "prompt_only": ["prompt_only.py", "--rounds", "1", "--tasks", "12", "--critic", "scripted"],
 }
-ENDS = {"prompt_only": "versions tried", "own_env": "20 games", "openai_agents_sdk": "4 episodes"}
+ENDS = {"prompt_only": "versions tried", "own_env": "32 games", "openai_agents_sdk": "4 episodes"}
 
 
 def test_examples_index_lists_each_with_short_page() -> None:
@@ -43,6 +45,16 @@ def test_examples_index_lists_each_with_short_page() -> None:
 def test_examples_import_nothing_private() -> None:
     for file in EXAMPLES.glob("*/*.py"):
         assert not re.search(r"(from|import) agentrl\.|from tests|import tests", file.read_text()), file
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [("71+59", "130"), ("48 + 24", "72"), ("5-20", "-15"), ("2*3-1", "5"), ("-4+1", "-3"), ("2**3", "error: ValueError")],
+)
+def test_example_calculator_reads_what_tiny_model_writes(expression: str, result: str) -> None:
+    computed = runpy.run_path(str(EXAMPLES / "calc_agent" / "calc_agent.py"))["computed"]
+    arguments = json.dumps({"expression": expression})
+    assert computed(SimpleNamespace(function=SimpleNamespace(arguments=arguments))) == result
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import pytest
 
 from bench.learning.curves import WINDOW, Curve, crossing, failures, load, remark, save, summed_up, table
 from bench.learning.learn_algorithms import RECIPES, typed
+from bench.learning.learn_examples import COMMANDS, EXAMPLES, FOLDER, PAGE
 
 
 def climbing(algorithm: str, seed: int = 0, *, at: int = 40, end: float = 0.95, iterations: int = 96) -> Curve:
@@ -77,3 +78,15 @@ def test_learn_command_ends_with_options_of_algorithm(monkeypatch: pytest.Monkey
     assert typed("ppo").endswith("--algorithm ppo")
     monkeypatch.setitem(RECIPES, "ppo", {"update.learning_rate": 5e-5, "critic.warmup": 2})
     assert typed("ppo").endswith("--algorithm ppo -s update.learning_rate=5e-05 -s critic.warmup=2")
+
+
+def test_example_commands_have_page_result_and_small_picture() -> None:
+    for name, command in COMMANDS.items():
+        page = " ".join((EXAMPLES / name / "README.md").read_text().replace("\\\n", "").split())
+        assert command in page or name == "notebook", name
+        result = json.loads((FOLDER / f"{name}.json").read_text())
+        assert (result["typed"], result["iterations"]) == (command, len(result["rewards"]))
+        assert (FOLDER / f"{name}.svg").exists()
+        assert result["held_out"]["after"]["low"] > result["held_out"]["before"]["mean"], f"{name} does not learn"
+        assert f"examples/{name}.svg" in PAGE.read_text()
+    assert sum(file.stat().st_size for file in FOLDER.glob("*.svg")) < 200_000

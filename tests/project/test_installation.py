@@ -31,6 +31,25 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 
 
+def test_make_dry_run_of_every_target_runs_nothing(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copytree(ROOT / "tests" / "clients" / "frameworks", tmp_path / "tests" / "clients" / "frameworks")
+    script = tmp_path / "quickstart.sh"
+    script.write_text("#!/bin/sh\ntouch ran\n")
+    script.chmod(0o755)
+    for name in ("pyproject.toml", "constraints.txt", ".env.example"):
+        (tmp_path / name).touch()
+    targets = (ROOT / "Makefile").read_text().partition(".PHONY: ")[2].partition("\n")[0].split()
+    assert "quickstart" in targets
+    files = {*tmp_path.rglob("*")}
+    for target in targets:
+        dry_run = subprocess.run(
+            ["make", "-n", target, "only=memory"], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert dry_run.returncode == 0, (target, dry_run.stderr)
+        assert {*tmp_path.rglob("*")} == files, target
+
+
 def test_install_command_in_checkout_names_extras() -> None:
     assert install_command("mcp") == f"pip install -e '{ROOT}[mcp]'"
     assert install_command("mcp", "math") == f"pip install -e '{ROOT}[mcp,math]'"

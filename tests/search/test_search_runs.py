@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 import agentrl
+from agentrl.workflow.plugins import find
 from tests.support.played_runs import value, values
 from tests.support.real_stack import Stack, embedded_stack
 from tests.support.scripted_critic import RULES, ScriptedCritic, serving
@@ -148,6 +150,23 @@ def test_search_runs_of_gepa_and_fast_use_same_queues(stack: Stack, short_folder
     )
     kept = "SELECT episodes_done FROM v_resources WHERE run = 'fast' AND name = 'system_prompt'"
     assert value(stack.database, kept) == 4, "a fork's episodes are its own run's"
+
+
+def test_policy_of_search_run_generates_with_chosen_texts(stack: Stack, short_folder: Path) -> None:
+    own = {"algorithm": {"name": "fast"}, "agent": {}, "search": {}, "env": "arithmetic"}
+    own |= {"resources": {"system_prompt": "First."}, "dataset": {"name": "arithmetic", "max_tasks": 4}}
+    stack.agentrl("submit", "--config", config(short_folder, "fast", **own, rollout={"max_new_tokens": 8}), "--wait")
+    stack.database.write(
+        lambda tx: tx.execute(text("UPDATE resources SET text = 'Best.', chosen = true"))
+    )  # as if the search had found it
+    run = agentrl.open(stack.home).run("fast")
+    assert run.resources == {"system_prompt": "Best."}
+    question, tools = agentrl.Message("user", "What is 2 plus 1?"), find("envs", "arithmetic").toolset().values()
+    with run.last.open() as opened:
+        first, best = (
+            opened.generate([agentrl.Message("system", words), question], tuple(tools)).message for words in ("First.", "Best.")
+        )
+    assert run.last.generate(question.content) == best != first
 
 
 def test_search_run_reports_critic_without_edits(stack: Stack, critic: ScriptedCritic, short_folder: Path) -> None:

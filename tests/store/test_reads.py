@@ -97,6 +97,15 @@ def test_annotations_are_listed_by_run_episode_kind_and_name(grown: Database) ->
     assert not list_annotations(grown, AnnotationFilter("large", kind="message")).rows
 
 
+def test_newest_run_and_last_episode_skip_evaluations(database: Database) -> None:
+    assert (run_rows.find_newest_run(database), episode_rows.find_last_episode(database)) == (None, None)
+    ready(database, submission("before", kind="eval"))
+    assert (run_rows.find_newest_run(database), episode_rows.find_last_episode(database)) == ("before", (4, "before"))
+    ready(database, submission("trained"))
+    ready(database, submission("after", kind="eval"))
+    assert (run_rows.find_newest_run(database), episode_rows.find_last_episode(database)) == ("trained", (8, "trained"))
+
+
 def test_row_has_columns_of_its_view_in_order(database: Database) -> None:
     kinds = {kind.VIEW: kind for kind in ViewRow.__subclasses__()}
     assert kinds.keys() == {*VIEWS, "events"}

@@ -207,6 +207,7 @@ def test_mcp_server_environment_is_minimal(monkeypatch: pytest.MonkeyPatch, serv
         ("mcp:'", "is not a command"),
         ("mcp:no_such_command_anywhere", "No such file"),
         ("mcp:true", "did not list its tools"),
+        ("mcp:sh -c 'seq 300000 >&2; echo why >&2; echo >&2'", "did not list its tools: why."),
         (f"mcp:{sys.executable} -c 'raise SystemExit(\"words of its own\")'", "words of its own"),
     ],
 )

@@ -7,6 +7,7 @@ No part of a key remains in the text, even if the output is cut within a key.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from agentrl.workflow.runtime.process_output import output_lines
 from agentrl.workflow.runtime.shown_text import clean
 
 HIDDEN = "[the attempt's key]"
@@ -70,7 +71,7 @@ def add_last_lines(error: str, output: str) -> str:
     """Return the error message with the last line of the output appended. If the output has more lines, its last `MAX_LINES`
     lines follow in new lines.
     """
-    lines = [line.strip()[:MAX_LINE_CHARS] for line in output.splitlines() if line.strip()][-MAX_LINES:]
+    lines = [line[:MAX_LINE_CHARS] for line in output_lines(output)[-MAX_LINES:]]
     if not lines:
         return error
     more = "\n".join(["", "The last lines of its output:", *lines]) if len(lines) > 1 else ""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from agentrl.workflow.engines.openai import openai
 from agentrl.workflow.errors import ConfigError, ServiceError
+from agentrl.workflow.runtime.process_output import last_line, output_lines
 from agentrl.workflow.settings import Settings
 
 vllm = replace(
@@ -79,7 +80,7 @@ def install(settings: Settings, package: str = "") -> Iterator[str]:
             _run([python, "-m", "pip", "uninstall", "-y", *UNFIT_ON_CPU], "pip could not remove packages.")
         yield "Importing it"
         command = [python, "-I", "-c", "import vllm; print(vllm.__version__)"]
-        version = _run(command, "The installed vLLM cannot be imported.").splitlines()[-1]
+        version = last_line(_run(command, "The installed vLLM cannot be imported."))
         _mark(settings).write_text(version)
         yield f"vLLM {version:.40} is ready: agentrl submit --engine vllm"
 
@@ -120,7 +121,7 @@ def _only_one(folder: Path) -> Iterator[None]:
 def _run(command: list[str], failure: str) -> str:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
-        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        lines = output_lines(done.stdout + done.stderr)
         errors = [line for line in lines if "error" in line.lower()] or lines
         raise ServiceError(f"{failure} {' '.join(errors[-3:])[-500:]}".rstrip())
     return done.stdout

@@ -84,15 +84,10 @@ class Env:
         return _tools_by_name(tool if isinstance(tool, Tool) else _find_tool(tool) for tool in self.tools)
 
     def reset(self, task: Task) -> tuple[Message, ...]:
-        """Return the messages that open an episode. They are the same for all episodes of a group.
-
-        The env's system prompt and the task's own system messages become one message, because most chat templates render only
-        the first.
+        """Return the messages that open an episode: the env's system prompt, then the task's messages. They are the same for
+        all episodes of a group.
         """
-        own = tuple(takewhile(lambda message: message.role == "system", task.messages))
-        texts = [text for text in (self.system_prompt, *(message.content for message in own)) if text]
-        system = (Message("system", "\n\n".join(texts)),) if texts else ()
-        return (*system, *task.messages[len(own) :])
+        return with_system_prompt(self.system_prompt, task.messages)
 
     def step(self, episode: Episode) -> tuple[Message, ...]:
         """Return the messages that the model reads after the episode's last turn and the results of its calls.
@@ -112,6 +107,16 @@ class Env:
         so it must not run model-written code. For such code, name a `rewards.Judge` in `rewards`.
         """
         return {}
+
+
+def with_system_prompt(system_prompt: str, messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return the messages with the system prompt before them. The prompt and the system messages at the beginning become one
+    message, because most chat templates render only the first.
+    """
+    own = tuple(takewhile(lambda message: message.role == "system", messages))
+    texts = [text for text in (system_prompt, *(message.content for message in own)) if text]
+    system = (Message("system", "\n\n".join(texts)),) if texts else ()
+    return (*system, *messages[len(own) :])
 
 
 def optional_rewards(env: Env, weights: Mapping[str, float]) -> frozenset[str]:

@@ -24,6 +24,7 @@ from agentrl.workflow.inference.openai_engine import KEEP, OpenAIServer
 from agentrl.workflow.inference.remote_engine import ServedEngine, ServerTurn
 from agentrl.workflow.inference.server_responses import Cards
 from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.runtime.process_output import output_lines, read_end
 from agentrl.workflow.settings import Settings
 
 log = getLogger("agentrl.vllm")
@@ -249,7 +250,6 @@ def _spawn(command: list[str], environment: dict[str, str], file: Path) -> "subp
 def _last_error(file: Path) -> str:
     """Return the last line of the log that names an error, or the last line."""
     with file.open("rb") as log_file:
-        log_file.seek(max(0, file.stat().st_size - 2**16))
-        lines = [line.strip() for line in log_file.read().decode(errors="replace").splitlines() if line.strip()]
+        lines = output_lines(read_end(log_file))
     errors = [line for line in lines if "Error" in line]
     return ((errors or lines or ["it wrote nothing"])[-1])[-300:]

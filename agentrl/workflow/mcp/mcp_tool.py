@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from agentrl.workflow.config import ServedTool
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.mcp.mcp_servers import PREFIX, START_SECONDS, check_sdk, command, describe_error, parameters, server
+from agentrl.workflow.runtime.process_output import last_line, read_end
 from agentrl.workflow.tools import Effects, Tool, clip, function_schema
 
 if TYPE_CHECKING:
@@ -112,8 +113,8 @@ def list_tools(name: str) -> tuple[ServedTool, ...]:
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt | SystemExit | ConfigError):
                 raise
-            log.seek(0)
-            last = next((line.strip() for line in reversed(log.read().splitlines()) if line.strip()), describe_error(error))
+            with open(log.fileno(), "rb", closefd=False) as output:
+                last = last_line(read_end(output), describe_error(error))
             raise ConfigError(
                 f"{name!r} did not list its tools: {last[:500]}.", "Run the command yourself to see why."
             ) from error

@@ -14,6 +14,7 @@ from typing import Any
 
 from agentrl.workflow.checkpoints import RECORD
 from agentrl.workflow.errors import ModelError
+from agentrl.workflow.runtime.process_output import last_line
 from agentrl.workflow.settings import settings
 
 SUFFIX = ".gguf"
@@ -54,7 +55,7 @@ def _convert(file: Path, folder: Path) -> None:
         command = [sys.executable, "-P", "-m", "agentrl.workflow.models.dequantise", str(file.resolve()), str(output)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["the process died"])[-1]
+            last = last_line(done.stderr, "the process died")
             raise ModelError(f"{str(file)!r} cannot be loaded: {last.rstrip('.')}.", SERVER_HINT)
         try:
             output.rename(folder)

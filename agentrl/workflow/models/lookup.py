@@ -49,7 +49,10 @@ MAX_FILE_BYTES = 1 << 43
 """The largest file of weights on the hub that is accepted, in bytes."""
 _FETCH_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja")
 TINY_HINT = "agentrl sft --dataset arithmetic --model tiny, then pass --model tiny-arithmetic"
-HUB_HINT = f"Pass a local model folder. Or train a small model, without a hub: {TINY_HINT}"
+HUB_HINT = (
+    "Pass a local model folder. Or train a small model, without a hub: "
+    "agentrl sft --dataset arithmetic --model tiny, then pass --dataset arithmetic --model tiny"
+)
 _TEXT_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "vocab.json", "merges.txt", "chat_template.jinja",

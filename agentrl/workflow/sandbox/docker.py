@@ -22,6 +22,7 @@ import threading
 from collections.abc import Sequence
 
 from agentrl.workflow.errors import ConfigError, InfraError, SandboxUnavailable
+from agentrl.workflow.runtime.process_output import last_line
 from agentrl.workflow.sandbox import DEFAULTS, CodeResult, Limits, bridge, uid_pool
 from agentrl.workflow.sandbox.container import KIND, START_SECONDS, Container
 from agentrl.workflow.sandbox.container_session import open_session
@@ -106,8 +107,8 @@ def check(image: str, docker: Sequence[str] = ("docker",)) -> None:
         raise SandboxUnavailable("The docker sandbox was asked for, but there is no docker command.", "Install docker.")
     result = subprocess.run([*docker, "image", "inspect", "--format", "ok", image], capture_output=True, text=True, check=False)
     if result.returncode:
-        lines = result.stderr.strip().splitlines()[-1:] or [""]
-        raise SandboxUnavailable(f"The docker sandbox cannot use the image {image}: {lines[0]}", f"docker pull {image}")
+        reason = last_line(result.stderr)
+        raise SandboxUnavailable(f"The docker sandbox cannot use the image {image}: {reason}", f"docker pull {image}")
 
 
 def _follow_program(container: Container, limits: Limits, turns: FairSemaphore) -> CodeResult:

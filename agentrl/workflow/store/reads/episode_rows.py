@@ -220,10 +220,16 @@ def list_newest_episodes(tx: Any, begin: str, limit: int) -> list[Row]:
 
 
 @sql_read_transaction
-def find_last_episode(tx: Any) -> int | None:
-    """Return the id of the newest episode that is done; None if there is none."""
-    rows = select_rows(tx, "SELECT id FROM episodes WHERE status = 'done' ORDER BY id DESC LIMIT 1")
-    return rows[0]["id"] if rows else None
+def find_last_episode(tx: Any) -> tuple[int, str] | None:
+    """Return the id and the run's name of the newest done episode that does not belong to an evaluation.
+
+    If all done episodes belong to evaluations, return the newest one. Return None if no episode is done.
+    """
+    query = """SELECT e.id, (SELECT name FROM runs WHERE id = e.run_id) AS run FROM episodes e
+        WHERE e.status = 'done' {} ORDER BY e.id DESC LIMIT 1"""
+    is_trained = "AND (SELECT kind FROM runs WHERE id = e.run_id) <> 'eval'"
+    rows = select_rows(tx, query.format(is_trained)) or select_rows(tx, query.format(""))
+    return (rows[0]["id"], rows[0]["run"]) if rows else None
 
 
 _CALLS_OF = "WHERE episode_id = :id AND kind {kind} 'grade' ORDER BY step, call"

@@ -73,8 +73,11 @@ def list_run_names(tx: Any, begin: str, limit: int) -> list[Row]:
 
 @sql_read_transaction
 def find_newest_run(tx: Any) -> str | None:
-    """Return the name of the newest run; None if there is no run. Evaluations that a run planned itself are ignored."""
-    rows = select_rows(tx, "SELECT name FROM runs WHERE measures_id IS NULL ORDER BY id DESC LIMIT 1")
+    """Return the name of the newest run that is not an evaluation; None if there is no run.
+
+    If there are only evaluations, return the newest one. Evaluations that a run planned itself are ignored.
+    """
+    rows = select_rows(tx, "SELECT name FROM runs WHERE measures_id IS NULL ORDER BY kind = 'eval', id DESC LIMIT 1")
     return rows[0]["name"] if rows else None
 
 
