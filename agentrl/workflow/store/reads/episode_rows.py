@@ -153,8 +153,8 @@ def _conditions(tx: Any, chosen: EpisodeFilter) -> tuple[list[str], list[str], d
     """Return the filter's conditions, those that are slow to check, and the values of the parameters of both."""
     of_run, of_it = run_conditions(tx, chosen)
     conditions, values = choose_conditions(chosen, _CONDITIONS)
-    if "group" in values and of_run == [OF_RUN]:
-        of_run = []  # SQLite would walk through the run
+    if of_run == [OF_RUN] and ("group" in values or chosen.outcome == "newly_lost"):
+        of_run = []  # their groups are of the run; the databases would walk through the run
     tests, test_values = choose_conditions(chosen, _TESTS)
     if chosen.fate is not None:
         _check_word(chosen.fate, FATES, "fate")
@@ -205,7 +205,7 @@ def _outcome_condition(
     if outcome in ("solved", "unsolved"):
         return f"status = 'done' AND {'NOT ' * (outcome == 'unsolved')}{rule.condition('episodes')}", True, rule.parameters
     if outcome == "never_solved":
-        never = f"SELECT task_id FROM ({rule.solved_groups(some)}) judged GROUP BY task_id HAVING max(solved) = 0"
+        never = f"SELECT task_id FROM ({rule.judged_groups(some)}) judged GROUP BY task_id HAVING max(solved) = 0"
         return f"task_id IN ({never})", False, rule.parameters
     return f"group_id IN ({rule.lost_groups(some)})", False, rule.parameters
 
