@@ -30,10 +30,11 @@ SECONDS = "{seconds}"
 """The order by seconds, for which the databases have different SQL."""
 EPISODE_ORDERS = {
     "id": "id", "iteration": "iteration_id", "question": "task_id", "answer": text_order("final_answer"),
-    "reference": text_order("(SELECT t.reference FROM tasks t WHERE t.id = task_id)"), "status": "status", "reward": "reward",
+    "reference": text_order("reference"), "status": "status", "reward": "reward",
     "steps": "steps", "calls": "tool_calls", "errors": "tool_errors", "tokens": "sampled_tokens", "seconds": SECONDS,
 }  # fmt: skip
-"""The names by which the list can be sorted, each with its column of `episodes`."""
+"""The names by which the list can be sorted, each with its column of `episodes`; `reference` is a column of _REFERENCES."""
+_REFERENCES = "(SELECT e.*, t.reference FROM episodes e JOIN tasks t ON t.id = e.task_id) episodes"
 OUTCOMES = ("solved", "unsolved", "never_solved", "newly_lost")
 """The outcomes by which the list can be filtered: the episode is right; it is not; no episode of its task is; its group is not
 solved, but the task's group before was.
@@ -120,9 +121,10 @@ def list_episodes(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) 
     """
     conditions, tests, values = _conditions(tx, chosen)
     paging, orders = paging or Paging(), _orders(tx)
+    table = _table(paging.sort)
     if tests:
-        return search_page(tx, EpisodeRow, conditions, tests, values, paging, orders, "id", "episodes")
-    return select_page(tx, EpisodeRow, conditions, values, paging, orders, "id", "episodes")
+        return search_page(tx, EpisodeRow, conditions, tests, values, paging, orders, "id", table)
+    return select_page(tx, EpisodeRow, conditions, values, paging, orders, "id", table)
 
 
 @sql_read_transaction
@@ -140,7 +142,11 @@ def find_episodes_beside(tx: Any, chosen: EpisodeFilter, sort: str, episode: int
     """
     conditions, tests, values = _conditions(tx, chosen)
     order = find_order(_orders(tx), sort or "id")
-    return find_beside(tx, conditions, tests, values, order, "episodes", max(-MAX_ID, min(MAX_ID, episode)))
+    return find_beside(tx, conditions, tests, values, order, _table(sort), max(-MAX_ID, min(MAX_ID, episode)))
+
+
+def _table(sort: str) -> str:
+    return _REFERENCES if sort.removeprefix("-") == "reference" else "episodes"
 
 
 def _orders(tx: Any) -> dict[str, str]:
