@@ -145,18 +145,19 @@ RIGHT = (((-1, 1.0),), ((0, 0.5), (1, 0.5)))
 """The rows (step and value) of a reward part, scored at once or step by step."""
 
 
-def score_at_random(tx: Any, done: Sequence[Row], random: Random) -> dict[int, dict[str, float]]:
+def score_at_random(tx: Any, episodes: Sequence[Row], random: Random) -> dict[int, dict[str, float]]:
     """Replace all rewards. Each episode gets some in one of the sets 1 and 2, which are returned, and others in set 3. In half
-    of the groups all parts are wrong.
+    of the groups all parts of done episodes are wrong. All parts of other episodes are right.
     """
     tx.execute(delete(schema.rewards))
-    hopeless = {group: random.random() < 0.5 for group in {row["group_id"]: None for row in done}}
+    hopeless = {group: random.random() < 0.5 for group in {row["group_id"]: None for row in episodes}}
     parts, rows = dict[int, dict[str, float]](), list[Row]()
-    for row in done:
-        wrong = hopeless[row["group_id"]]
+    for row in episodes:
+        every = WRONG if hopeless[row["group_id"]] else ()
+        every = every if row["status"] == "done" else RIGHT
         for reward_set in (random.choice((1, 2)), 3):
-            names = "abc" if wrong else random.sample("abc", random.choice((0, 1, 1, 2, 3)))
-            scores = {name: random.choice(WRONG if wrong and reward_set < 3 else WRONG + RIGHT) for name in names}
+            names = "abc" if every else random.sample("abc", random.choice((0, 1, 1, 2, 3)))
+            scores = {name: random.choice(every if every and reward_set < 3 else WRONG + RIGHT) for name in names}
             if reward_set < 3:
                 parts[row["id"]] = {name: sum(value for _, value in score) for name, score in scores.items()}
             more = {"reward_set_id": reward_set, "episode_id": row["id"], "weight": 1.0, "run": "large"}
@@ -191,11 +192,12 @@ def test_solved_groups_in_sql_agree_with_evaluations(grown: Database, rule: Solv
         args = {"run_id": tx.execute(text("SELECT id FROM runs WHERE name = :run"), {"run": run}).scalar_one()}
         own = {row["id"] for row in select_rows(tx, "SELECT id FROM groups WHERE run_id = :run_id", **args)}
         members = select_rows(tx, f"SELECT * FROM ({MEMBERS}) m ORDER BY iteration, id", **args)
-        done = select_rows(tx, "SELECT id, group_id, reward FROM episodes WHERE status = 'done' ORDER BY id")
-        parts = score_at_random(tx, done, Random(run))
+        episodes = select_rows(tx, "SELECT id, group_id, status, reward FROM episodes ORDER BY id")
+        parts = score_at_random(tx, episodes, Random(run))
         judged = select_rows(tx, rule.judged_groups(), **args, **rule.parameters)
         lost = select_rows(tx, rule.lost_groups(), **args, **rule.parameters)
         tx.rollback()
+    done = [row for row in episodes if row["status"] == "done"]
     right = {row["group_id"] for row in done if is_right_by(rule, parts[row["id"]], row["reward"])}
     solved = {(row["iteration"], row["id"]): int(row["id"] in right) for row in members if row["mean_reward"] is not None}
     assert set(solved.values()) == {0, 1}

@@ -76,6 +76,7 @@ def list_tasks(
     query = _TASKS.format(
         members=rule.judged_groups() if needs_outcome else MEMBERS,
         outcomes=f", {_OUTCOMES}" * needs_outcome,
+        judged=", s.first_solved, s.last_solved, s.last_judged" * needs_outcome,
         joins=_ENDS * ("ends." in order),
         where=f"WHERE {' AND '.join(conditions)}" * bool(conditions),
         order=order,
@@ -99,7 +100,7 @@ _ENDS = f"""
                JOIN episodes e ON e.group_id = g.id AND e.status = 'done' GROUP BY g.task_id) ends
       ON ends.task_id = s.task_id"""
 _TASKS = """
-    SELECT s.task_id, t.key AS task, t.reference, m.role, s.groups, s.mean_reward, s.last_reward, s.change FROM
+    SELECT s.task_id, t.key AS task, t.reference, m.role, s.groups, s.mean_reward, s.last_reward, s.change {judged} FROM
       (SELECT task_id, count(*) AS groups, sum(mean_reward) / count(mean_reward) AS mean_reward, min(id) AS first_group,
               max(CASE WHEN newest = 1 THEN mean_reward END) AS last_reward,
               max(CASE WHEN newest = 1 THEN mean_reward END) - max(CASE WHEN oldest = 1 THEN mean_reward END) AS change
@@ -151,13 +152,17 @@ def _load_groups(tx: Any, run_id: int, tasks: Iterable[int]) -> dict[int, list[R
 def _describe(
     tx: Any, run_id: int, rule: SolvedRule, rows: Sequence[Row], groups: Mapping[int, Sequence[Row]]
 ) -> tuple[list[dict[str, Any]], int]:
-    """Return the tasks with values of their groups and episodes, and the number of groups whose episodes were not read."""
+    """Return the tasks with values of their groups and episodes, and the number of groups whose episodes were not read. If the
+    rows have outcomes, the groups are not judged again.
+    """
     tasks = [row["task_id"] for row in rows]
     ids = sorted(group["id"] for its in groups.values() for group in its)
     ends, questions = _load_ends(tx, ids), load_questions(tx, tasks)
-    judged = rule.judged_groups(f"m.task_id IN ({among(tasks)})")
-    query = f"SELECT task_id, {_OUTCOMES} FROM ({judged}) judged GROUP BY task_id"
-    outcomes = {row["task_id"]: row for row in select_rows(tx, query, run_id=run_id, **rule.parameters)}
+    outcomes = {row["task_id"]: row for row in rows}
+    if not all("last_judged" in row for row in rows):
+        judged = rule.judged_groups(f"m.task_id IN ({among(tasks)})")
+        query = f"SELECT task_id, {_OUTCOMES} FROM ({judged}) judged GROUP BY task_id"
+        outcomes = {row["task_id"]: row for row in select_rows(tx, query, run_id=run_id, **rule.parameters)}
     described = []
     for row in rows:
         mine, of_task = groups.get(row["task_id"], ()), outcomes.get(row["task_id"], {})
@@ -172,6 +177,7 @@ def _describe(
         more = {"question": questions.get(row["task_id"], ""), "points": _thin(mine)}
         extremes = {"best": _chosen(its, max, "best"), "worst": _chosen(its, min, "worst")}
         described.append({**row, **more, **outcome, **extremes})
+        described[-1].pop("last_judged", None)
     return described, len(ids) - len(ends)
 
 
