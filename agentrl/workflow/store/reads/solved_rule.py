@@ -86,9 +86,9 @@ class SolvedRule:
         the same task was solved.
         """
         return f"""
-            SELECT g.id FROM (SELECT id, solved, lag(solved) OVER (PARTITION BY task_id ORDER BY iteration, id) AS before
-                              FROM ({self.judged_groups(condition)}) judged WHERE solved IS NOT NULL) following
-            JOIN groups g ON g.id = following.id WHERE solved = 0 AND before = 1 AND g.run_id = :run_id"""
+            SELECT id FROM (SELECT id, solved, lag(solved) OVER (PARTITION BY task_id ORDER BY iteration, id) AS before
+                            FROM ({self.judged_groups(condition)}) judged WHERE solved IS NOT NULL) following
+            WHERE solved = 0 AND before = 1 AND (SELECT g.run_id FROM groups g WHERE g.id = following.id) = :run_id"""
 
     @property
     def words(self) -> str:
