@@ -1,17 +1,20 @@
 """The list of evidence over both databases: questions, failed calls, filters, orders, searches in pieces, the way through."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from random import Random
 from typing import Any
 
 import pytest
-from sqlalchemy import delete, insert
+from sqlalchemy import delete, insert, text, update
 
 from agentrl.workflow.stats.evaluation import is_right
 from agentrl.workflow.store import steps
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.driver_reader import Row, select_rows
 from agentrl.workflow.store.reads import evidence_rows, paging
-from agentrl.workflow.store.reads.solved_rule import SolvedRule
+from agentrl.workflow.store.reads.solved_rule import MEMBERS, SolvedRule
 from agentrl.workflow.store.rollout_claims import GroupWork
 from agentrl.workflow.store.tool_calls import record_result
 from agentrl.workflow.tables import schema
@@ -135,3 +138,71 @@ def test_solved_rule_in_sql_agrees_with_evaluations(database: Database) -> None:
             verdict = is_right(parts, rule.weights, rule.correct, env_parts)
             query = f"SELECT count(*) FROM episodes e WHERE e.id = 1 AND {rule.condition('e')}"
             assert values(database, query, **rule.parameters) == [int(bool(verdict))], (rule, parts)
+
+
+WRONG = (((-1, 0.0),), ((-1, 0.5),), ((0, 1.0), (1, -0.5)))
+RIGHT = (((-1, 1.0),), ((0, 0.5), (1, 0.5)))
+"""The rows (step and value) of a reward part, scored at once or step by step."""
+
+
+def score_at_random(tx: Any, episodes: Sequence[Row], random: Random) -> dict[int, dict[str, float]]:
+    """Replace all rewards. Each episode gets some in one of the sets 1 and 2, which are returned, and others in set 3. In half
+    of the groups all parts of done episodes are wrong. All parts of other episodes are right.
+    """
+    tx.execute(delete(schema.rewards))
+    hopeless = {group: random.random() < 0.5 for group in {row["group_id"]: None for row in episodes}}
+    parts, rows = dict[int, dict[str, float]](), list[Row]()
+    for row in episodes:
+        every = WRONG if hopeless[row["group_id"]] else ()
+        every = every if row["status"] == "done" else RIGHT
+        for reward_set in (random.choice((1, 2)), 3):
+            names = "abc" if every else random.sample("abc", random.choice((0, 1, 1, 2, 3)))
+            scores = {name: random.choice(every if every and reward_set < 3 else WRONG + RIGHT) for name in names}
+            if reward_set < 3:
+                parts[row["id"]] = {name: sum(value for _, value in score) for name, score in scores.items()}
+            more = {"reward_set_id": reward_set, "episode_id": row["id"], "weight": 1.0, "run": "large"}
+            rows += [{**more, "part": name, "step": step, "value": value} for name in names for step, value in scores[name]]
+    tx.execute(insert(schema.rewards), rows)
+    return parts
+
+
+def is_right_by(rule: SolvedRule, parts: Mapping[str, float], reward: float) -> bool:
+    verdict = is_right(parts, rule.weights, rule.correct, parts.keys() - rule.own.keys() if rule.gives else ())
+    return reward >= 1 if verdict is None else verdict
+
+
+def lost_after(members: Sequence[Row], solved: Mapping[Any, int]) -> set[int]:
+    """The groups, of those in the order of iterations, that are not solved although their task's group before was."""
+    lost, before = set(), dict[int, int]()
+    for member in members:
+        verdict = solved.get((member["iteration"], member["id"]))
+        if verdict == 0 and before.get(member["task_id"]):
+            lost.add(member["id"])
+        if verdict is not None:
+            before[member["task_id"]] = verdict
+    return lost
+
+
+@pytest.mark.parametrize("run", ["large", "again"])
+@pytest.mark.parametrize("rule", RULES)
+def test_solved_groups_in_sql_agree_with_evaluations(grown: Database, rule: SolvedRule, run: str) -> None:
+    rule = replace(rule, reward_sets=(1, 2))
+    with grown.engine.connect() as tx:
+        tx.execute(update(schema.groups).values(task_id=1 + schema.groups.c.id % 16))  # each task in several iterations
+        args = {"run_id": tx.execute(text("SELECT id FROM runs WHERE name = :run"), {"run": run}).scalar_one()}
+        own = {row["id"] for row in select_rows(tx, "SELECT id FROM groups WHERE run_id = :run_id", **args)}
+        members = select_rows(tx, f"SELECT * FROM ({MEMBERS}) m ORDER BY iteration, id", **args)
+        episodes = select_rows(tx, "SELECT id, group_id, status, reward FROM episodes ORDER BY id")
+        parts = score_at_random(tx, episodes, Random(run))
+        judged = select_rows(tx, rule.judged_groups(), **args, **rule.parameters)
+        lost = select_rows(tx, rule.lost_groups(), **args, **rule.parameters)
+        tx.rollback()
+    done = [row for row in episodes if row["status"] == "done"]
+    right = {row["group_id"] for row in done if is_right_by(rule, parts[row["id"]], row["reward"])}
+    solved = {(row["iteration"], row["id"]): int(row["id"] in right) for row in members if row["mean_reward"] is not None}
+    assert set(solved.values()) == {0, 1}
+    assert len(judged) == len(members)
+    assert {(row["iteration"], row["id"]): row["solved"] for row in judged if row["mean_reward"] is not None} == solved
+    assert {row["solved"] for row in judged if row["mean_reward"] is None} <= {None}
+    assert {row["id"] for row in lost} == lost_after(members, solved) & own
+    assert bool(lost) == (run == "large")

@@ -30,10 +30,11 @@ SECONDS = "{seconds}"
 """The order by seconds, for which the databases have different SQL."""
 EPISODE_ORDERS = {
     "id": "id", "iteration": "iteration_id", "question": "task_id", "answer": text_order("final_answer"),
-    "reference": text_order("(SELECT t.reference FROM tasks t WHERE t.id = task_id)"), "status": "status", "reward": "reward",
+    "reference": text_order("reference"), "status": "status", "reward": "reward",
     "steps": "steps", "calls": "tool_calls", "errors": "tool_errors", "tokens": "sampled_tokens", "seconds": SECONDS,
 }  # fmt: skip
-"""The names by which the list can be sorted, each with its column of `episodes`."""
+"""The names by which the list can be sorted, each with its column of `episodes`; `reference` is a column of _REFERENCES."""
+_REFERENCES = "(SELECT e.*, t.reference FROM episodes e JOIN tasks t ON t.id = e.task_id) episodes"
 OUTCOMES = ("solved", "unsolved", "never_solved", "newly_lost")
 """The outcomes by which the list can be filtered: the episode is right; it is not; no episode of its task is; its group is not
 solved, but the task's group before was.
@@ -120,9 +121,10 @@ def list_episodes(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) 
     """
     conditions, tests, values = _conditions(tx, chosen)
     paging, orders = paging or Paging(), _orders(tx)
+    table = _table(paging.sort)
     if tests:
-        return search_page(tx, EpisodeRow, conditions, tests, values, paging, orders, "id", "episodes")
-    return select_page(tx, EpisodeRow, conditions, values, paging, orders, "id", "episodes")
+        return search_page(tx, EpisodeRow, conditions, tests, values, paging, orders, "id", table)
+    return select_page(tx, EpisodeRow, conditions, values, paging, orders, "id", table)
 
 
 @sql_read_transaction
@@ -140,7 +142,11 @@ def find_episodes_beside(tx: Any, chosen: EpisodeFilter, sort: str, episode: int
     """
     conditions, tests, values = _conditions(tx, chosen)
     order = find_order(_orders(tx), sort or "id")
-    return find_beside(tx, conditions, tests, values, order, "episodes", max(-MAX_ID, min(MAX_ID, episode)))
+    return find_beside(tx, conditions, tests, values, order, _table(sort), max(-MAX_ID, min(MAX_ID, episode)))
+
+
+def _table(sort: str) -> str:
+    return _REFERENCES if sort.removeprefix("-") == "reference" else "episodes"
 
 
 def _orders(tx: Any) -> dict[str, str]:
@@ -153,8 +159,8 @@ def _conditions(tx: Any, chosen: EpisodeFilter) -> tuple[list[str], list[str], d
     """Return the filter's conditions, those that are slow to check, and the values of the parameters of both."""
     of_run, of_it = run_conditions(tx, chosen)
     conditions, values = choose_conditions(chosen, _CONDITIONS)
-    if "group" in values and of_run == [OF_RUN]:
-        of_run = []  # SQLite would walk through the run
+    if of_run == [OF_RUN] and ("group" in values or chosen.outcome == "newly_lost"):
+        of_run = []  # their groups are of the run; the databases would walk through the run
     tests, test_values = choose_conditions(chosen, _TESTS)
     if chosen.fate is not None:
         _check_word(chosen.fate, FATES, "fate")
@@ -205,7 +211,7 @@ def _outcome_condition(
     if outcome in ("solved", "unsolved"):
         return f"status = 'done' AND {'NOT ' * (outcome == 'unsolved')}{rule.condition('episodes')}", True, rule.parameters
     if outcome == "never_solved":
-        never = f"SELECT task_id FROM ({rule.solved_groups(some)}) judged GROUP BY task_id HAVING max(solved) = 0"
+        never = f"SELECT task_id FROM ({rule.judged_groups(some)}) judged GROUP BY task_id HAVING max(solved) = 0"
         return f"task_id IN ({never})", False, rule.parameters
     return f"group_id IN ({rule.lost_groups(some)})", False, rule.parameters
 

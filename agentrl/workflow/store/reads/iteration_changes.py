@@ -115,8 +115,9 @@ def _share(part: Any, whole: Any) -> float | None:
 def _load_parts(tx: Any, iteration: int) -> dict[str, float]:
     query = f"""
         SELECT part, sum(value) / count(*) AS mean FROM
-          (SELECT w.part, e.id, sum(w.value) AS value FROM {_EPISODES} JOIN rewards w ON w.episode_id = e.id
-           JOIN reward_sets s ON s.id = w.reward_set_id AND s.name = 'default' GROUP BY w.part, e.id) earned
+          (SELECT w.part, e.id, sum(w.value) AS value FROM {_EPISODES}
+           JOIN reward_sets s ON s.run_id = e.run_id AND s.name = 'default'
+           JOIN rewards w ON w.reward_set_id = s.id AND w.episode_id = e.id GROUP BY w.part, e.id) earned
         GROUP BY part ORDER BY part LIMIT 50"""
     return {row["part"]: row["mean"] for row in select_rows(tx, query, iteration=iteration)}
 

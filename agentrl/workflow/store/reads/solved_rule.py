@@ -66,25 +66,29 @@ class SolvedRule:
             return f"({verdict} AND {is_full})"
         return f"(CASE WHEN EXISTS (SELECT 1 {of_env}) THEN {is_full} ELSE {verdict} END)"
 
-    def solved_groups(self, condition: str = "1 = 1") -> str:
-        """Return the SQL of the run's groups that have rewards, with the column `solved`: 1 or 0. `condition` is an SQL
-        condition on the groups, whose alias is `m`. The SQL has MATERIALIZED, because SQLite would otherwise judge a group
-        again for each use of `solved`.
+    def judged_groups(self, condition: str = "1 = 1") -> str:
+        """Return the SQL of the run's groups (MEMBERS) with the column `solved`: 1 or 0, or NULL if the group has no reward.
+        `condition` is an SQL condition on the groups, whose alias is `m`.
+
+        The form of the SQL makes both databases look up the episodes of these groups only, and those of a group only until one
+        is right. With an EXISTS instead of the LIMIT, Postgres would judge all episodes of the database. With a condition on
+        `status`, which is indexed, Postgres without statistics would look up all done episodes for each group; an episode has a
+        stop reason if and only if it is done. Without MATERIALIZED, SQLite would judge a group again for each use of `solved`.
         """
         return f"""
-            WITH judged AS MATERIALIZED (SELECT m.id, m.task_id, m.iteration, CASE WHEN EXISTS (
-              SELECT 1 FROM episodes e WHERE e.group_id = m.id AND e.status = 'done' AND {self.condition("e")})
-              THEN 1 ELSE 0 END AS solved
-            FROM ({MEMBERS}) m WHERE m.mean_reward IS NOT NULL AND {condition}) SELECT * FROM judged"""
+            WITH judged AS MATERIALIZED (SELECT m.*, CASE WHEN m.mean_reward IS NOT NULL THEN coalesce((
+              SELECT 1 FROM episodes e WHERE e.group_id = m.id AND e.stop_reason IS NOT NULL AND {self.condition("e")}
+              LIMIT 1), 0) END AS solved
+            FROM ({MEMBERS}) m WHERE {condition}) SELECT * FROM judged"""
 
     def lost_groups(self, condition: str = "1 = 1") -> str:
-        """Return the SQL of the ids of the groups that are not solved, although the previous group of the same task was
-        solved.
+        """Return the SQL of the ids of the groups that the run sampled and that are not solved, although the previous group of
+        the same task was solved.
         """
         return f"""
             SELECT id FROM (SELECT id, solved, lag(solved) OVER (PARTITION BY task_id ORDER BY iteration, id) AS before
-                            FROM ({self.solved_groups(condition)}) judged) following
-            WHERE solved = 0 AND before = 1"""
+                            FROM ({self.judged_groups(condition)}) judged WHERE solved IS NOT NULL) following
+            WHERE solved = 0 AND before = 1 AND (SELECT g.run_id FROM groups g WHERE g.id = following.id) = :run_id"""
 
     @property
     def words(self) -> str:

@@ -19,14 +19,14 @@ from agentrl.workflow.trajectory import storable
 
 TASK_ORDERS = {
     "id": "s.task_id", "task": "t.key", "reference": "t.reference", "role": "m.role", "groups": "groups",
-    "reward": "mean_reward", "change": "change", "last": "last_reward", "first_solved": "o.first_solved",
-    "last_solved": "o.last_solved", "best": "ends.best", "worst": "ends.worst",
+    "reward": "mean_reward", "change": "change", "last": "last_reward", "first_solved": "s.first_solved",
+    "last_solved": "s.last_solved", "best": "ends.best", "worst": "ends.worst",
 }  # fmt: skip
 """The names by which the list can be sorted, each with its column. `change` is the last mean reward less the first one."""
 TASK_OUTCOMES = {
-    "solved": "coalesce(o.solved, 0) > 0",
-    "never_solved": "o.solved = 0",
-    "unlearned": "o.solved > 0 AND o.last_solved < o.last_seen",
+    "solved": "s.solved > 0",
+    "never_solved": "s.solved = 0",
+    "unlearned": "s.last_solved < s.last_judged",
 }
 """The outcomes by which the list can be filtered, each with its condition."""
 MAX_TASKS = 40
@@ -72,10 +72,12 @@ def list_tasks(
     texts = ("t.key", "t.reference", "CAST(t.messages AS TEXT)")
     matches = " OR ".join(f"lower({column}) LIKE lower(:text) ESCAPE '!'" for column in texts)
     conditions = [*([f"({matches})"] if text else []), *([TASK_OUTCOMES[outcome]] if outcome else [])]
-    needs_outcome = "o." in " ".join([order, *conditions])
-    outcomes = f"LEFT JOIN ({_OUTCOMES.format(groups=rule.solved_groups())}) o ON o.task_id = s.task_id"
+    needs_outcome = bool(outcome) or "solved" in order
     query = _TASKS.format(
-        joins=outcomes * needs_outcome + _ENDS * ("ends." in order),
+        members=rule.judged_groups() if needs_outcome else MEMBERS,
+        outcomes=f", {_OUTCOMES}" * needs_outcome,
+        judged=", s.first_solved, s.last_solved, s.last_judged" * needs_outcome,
+        joins=_ENDS * ("ends." in order),
         where=f"WHERE {' AND '.join(conditions)}" * bool(conditions),
         order=order,
     )
@@ -90,24 +92,25 @@ def list_tasks(
 
 
 _OUTCOMES = """
-    SELECT task_id, CAST(sum(solved) AS BIGINT) AS solved, min(CASE WHEN solved = 1 THEN iteration END) AS first_solved,
-           max(CASE WHEN solved = 1 THEN iteration END) AS last_solved, max(iteration) AS last_seen
-    FROM ({groups}) judged GROUP BY task_id"""
+    sum(solved) AS solved, min(CASE WHEN solved = 1 THEN iteration END) AS first_solved,
+    max(CASE WHEN solved = 1 THEN iteration END) AS last_solved,
+    max(CASE WHEN solved IS NOT NULL THEN iteration END) AS last_judged"""
 _ENDS = f"""
     LEFT JOIN (SELECT g.task_id, max(e.reward) AS best, min(e.reward) AS worst FROM ({MEMBERS}) g
                JOIN episodes e ON e.group_id = g.id AND e.status = 'done' GROUP BY g.task_id) ends
       ON ends.task_id = s.task_id"""
-_TASKS = f"""
-    SELECT s.task_id, t.key AS task, t.reference, m.role, s.groups, s.mean_reward, s.last_reward, s.change FROM
+_TASKS = """
+    SELECT s.task_id, t.key AS task, t.reference, m.role, s.groups, s.mean_reward, s.last_reward, s.change {judged} FROM
       (SELECT task_id, count(*) AS groups, sum(mean_reward) / count(mean_reward) AS mean_reward, min(id) AS first_group,
               max(CASE WHEN newest = 1 THEN mean_reward END) AS last_reward,
               max(CASE WHEN newest = 1 THEN mean_reward END) - max(CASE WHEN oldest = 1 THEN mean_reward END) AS change
-       FROM (SELECT task_id, id, mean_reward,
+              {outcomes}
+       FROM (SELECT members.*,
                     row_number() OVER (PARTITION BY task_id ORDER BY mean_reward IS NULL, iteration DESC, id DESC) AS newest,
                     row_number() OVER (PARTITION BY task_id ORDER BY mean_reward IS NULL, iteration, id) AS oldest
-             FROM ({MEMBERS}) members) ranked GROUP BY task_id) s
-    JOIN tasks t ON t.id = s.task_id LEFT JOIN run_tasks m ON m.run_id = :run_id AND m.task_id = s.task_id {{joins}}
-    {{where}} ORDER BY {{order}} LIMIT :limit OFFSET :offset"""
+             FROM ({members}) members) ranked GROUP BY task_id) s
+    JOIN tasks t ON t.id = s.task_id LEFT JOIN run_tasks m ON m.run_id = :run_id AND m.task_id = s.task_id {joins}
+    {where} ORDER BY {order} LIMIT :limit OFFSET :offset"""
 
 
 @sql_read_transaction
@@ -149,12 +152,17 @@ def _load_groups(tx: Any, run_id: int, tasks: Iterable[int]) -> dict[int, list[R
 def _describe(
     tx: Any, run_id: int, rule: SolvedRule, rows: Sequence[Row], groups: Mapping[int, Sequence[Row]]
 ) -> tuple[list[dict[str, Any]], int]:
-    """Return the tasks with values of their groups and episodes, and the number of groups whose episodes were not read."""
+    """Return the tasks with values of their groups and episodes, and the number of groups whose episodes were not read. If the
+    rows have outcomes, the groups are not judged again.
+    """
     tasks = [row["task_id"] for row in rows]
     ids = sorted(group["id"] for its in groups.values() for group in its)
     ends, questions = _load_ends(tx, ids), load_questions(tx, tasks)
-    query = f"SELECT * FROM ({_OUTCOMES.format(groups=rule.solved_groups(f'm.task_id IN ({among(tasks)})'))}) outcomes"
-    outcomes = {row["task_id"]: row for row in select_rows(tx, query, run_id=run_id, **rule.parameters)}
+    outcomes = {row["task_id"]: row for row in rows}
+    if not all("last_judged" in row for row in rows):
+        judged = rule.judged_groups(f"m.task_id IN ({among(tasks)})")
+        query = f"SELECT task_id, {_OUTCOMES} FROM ({judged}) judged GROUP BY task_id"
+        outcomes = {row["task_id"]: row for row in select_rows(tx, query, run_id=run_id, **rule.parameters)}
     described = []
     for row in rows:
         mine, of_task = groups.get(row["task_id"], ()), outcomes.get(row["task_id"], {})
@@ -164,11 +172,12 @@ def _describe(
             "first_solved": first,
             "last_solved": last,
             "never_solved": first is None,
-            "unlearned": last is not None and last < of_task["last_seen"],
+            "unlearned": last is not None and last < of_task["last_judged"],
         }
         more = {"question": questions.get(row["task_id"], ""), "points": _thin(mine)}
         extremes = {"best": _chosen(its, max, "best"), "worst": _chosen(its, min, "worst")}
         described.append({**row, **more, **outcome, **extremes})
+        described[-1].pop("last_judged", None)
     return described, len(ids) - len(ends)
 
 
