@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
+from agentrl.workers.page import read_only
 from agentrl.workers.page.export import write_export
 from agentrl.workers.page.read_only import ReadOnlyStore
 from agentrl.workflow.errors import AccessDenied
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads.run_rows import find_newest_run
+from tests.support.network_machines import wait_until
 from tests.support.page_answers import PageOver
-from tests.support.played_runs import play, start, submission
+from tests.support.played_runs import play, start, submission, values
 
 AS_OTHERS = ("setpriv", "--bounding-set", "-dac_override,-dac_read_search") if os.geteuid() == 0 else ()
 """Root writes where permissions forbid it; without these it is as anybody."""
@@ -92,6 +94,24 @@ def test_page_works_with_postgres_reader_login(postgres: Database, tmp_path: Pat
     for path in (*(f"/api/runs/1{end}" for end in of_run), *(f"/api{path}" for path in others)):
         assert page.read(path) == own.read(path), path
     assert write_export(ReadOnlyStore(where), "first", tmp_path / "first.html", [], 20_000_000) == ""
+
+
+def test_page_keeps_one_connection_between_queries(postgres: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    played(postgres)
+    monkeypatch.setattr(read_only, "SPARE_SECONDS", 1.0)
+    url = postgres.url.update_query_dict({"application_name": "the page"}).render_as_string(hide_password=False)
+    store = ReadOnlyStore(Settings(database_url=url))
+    mine = "SELECT pg_backend_pid() AS pid"
+    (first,), (second,) = (store.ask(lambda tx: tx.rows(mine, {})) for _ in range(2))
+    assert first["pid"] == second["pid"]
+    with postgres.engine.begin() as tx:
+        tx.execute(text("SELECT pg_terminate_backend(:pid)"), {"pid": first["pid"]})
+    (third,) = store.ask(lambda tx: tx.rows(mine, {}))
+    assert third["pid"] != first["pid"], "a server that was restarted is asked by a new connection"
+    with pytest.raises(Exception, match="read-only"):
+        store.ask(lambda tx: tx.rows("DELETE FROM runs RETURNING id", {}))
+    left = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'the page'"
+    wait_until(lambda: values(postgres, left) == [0], "the kept connection being closed")
 
 
 def test_page_reports_login_without_right_to_read(postgres: Database) -> None:

@@ -4,27 +4,34 @@ LOCK_SECONDS, and never upgrades the database.
 
 import json
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from agentrl.workflow.errors import AccessDenied, NotFoundError, ServiceError
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store.driver_reader import (
     DriverTransaction,
+    connect_postgres,
     newest_revision,
-    postgres_transaction,
+    set_read_only,
     sqlite_transaction,
 )
 from agentrl.workflow.store.reads.run_rows import run_name
 from agentrl.workflow.store.reads.user_sql import connection_parts, sqlite_file
+
+if TYPE_CHECKING:
+    from psycopg import Connection
 
 T = TypeVar("T")
 STATEMENT_SECONDS = 5.0
 """The time limit of a query of the page, in seconds."""
 LOCK_SECONDS = 1.0
 """The longest wait for a writer's lock, in seconds."""
+SPARE_SECONDS = 5.0
+"""How long a connection to Postgres is kept for the next query, in seconds."""
 
 _PASSING = (
     "locked", "busy", "interrupted", "unable to open", "disk I/O", "schema has changed", "image is malformed", "not a database",
@@ -41,14 +48,57 @@ class Busy(ServiceError):
     """The error that the store cannot be read at present. The caller may retry soon."""
 
 
+class _SpareConnection:
+    """A connection to Postgres that is kept for the next query, and closed after SPARE_SECONDS. In a new connection, Postgres
+    reads its catalogs again, which takes up to 40 ms.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: Connection[tuple[Any, ...]] | None = None
+
+    def take(self) -> "Connection[tuple[Any, ...]] | None":
+        """Return the kept connection if it still answers, else None."""
+        import psycopg
+
+        with self._lock:
+            connection, self._kept = self._kept, None
+        try:
+            if connection is not None:
+                connection.execute("SELECT 1")
+                connection.rollback()
+        except psycopg.Error:
+            connection = None
+        return connection
+
+    def keep(self, connection: "Connection[tuple[Any, ...]]") -> None:
+        """Keep the connection, or close it if another one is kept."""
+        with self._lock:
+            if self._kept is not None:
+                connection.close()
+            if connection.closed:
+                return
+            self._kept = connection
+        closing = threading.Timer(SPARE_SECONDS, self._close, [connection])
+        closing.daemon = True
+        closing.start()
+
+    def _close(self, connection: "Connection[tuple[Any, ...]]") -> None:
+        with self._lock:
+            if self._kept is connection:
+                connection.close()
+                self._kept = None
+
+
 class ReadOnlyStore:
-    """A store that is only read. Each query opens its own connection. So an open page holds neither a lock nor a connection."""
+    """A store that is only read. An open page holds no lock, and at Postgres one connection while it asks."""
 
     def __init__(self, where: Settings) -> None:
         """Set the database that the store reads, by the settings `where`. No connection is opened yet."""
         self.settings = where
         self._file = sqlite_file(where)
         self._revision = ""
+        self._spare = _SpareConnection()
 
     def ask(self, query: Callable[[DriverTransaction], T]) -> T:
         """Run `query` in one read transaction, and return its result. Raise Busy if the database is locked or does not answer,
@@ -110,8 +160,14 @@ class ReadOnlyStore:
         parts = {"connect_timeout": 5, **connection_parts(database_url(self.settings.database))}
         milliseconds = {"statement_timeout": int(STATEMENT_SECONDS * 1000), "lock_timeout": int(LOCK_SECONDS * 1000)}
         try:
-            with postgres_transaction(parts, milliseconds) as tx:
-                yield tx
+            connection = self._spare.take() or connect_postgres(parts, milliseconds)
+            set_read_only(connection)
+            connection.prepare_threshold = None  # a plan for all parameters may be far slower than one for these
+            try:
+                with connection.transaction():
+                    yield DriverTransaction(connection, is_sqlite=False)
+            finally:
+                self._spare.keep(connection)
         except psycopg.errors.InsufficientPrivilege as error:
             reason = " ".join(str(error).split())[:200]
             raise AccessDenied(

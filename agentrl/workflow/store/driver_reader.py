@@ -147,11 +147,16 @@ def sqlite_transaction(
 @contextmanager
 def postgres_transaction(parts: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[DriverTransaction]:
     """Open a read transaction of a Postgres database. For the arguments see `connect_postgres`."""
+    with connect_postgres(parts, settings) as connection:
+        set_read_only(connection)
+        yield DriverTransaction(connection, is_sqlite=False)
+
+
+def set_read_only(connection: "psycopg.Connection[tuple[Any, ...]]") -> None:
+    """Let the connection's transactions only read, each from one snapshot of the database."""
     import psycopg
 
-    with connect_postgres(parts, settings) as connection:
-        connection.read_only, connection.isolation_level = True, psycopg.IsolationLevel.REPEATABLE_READ
-        yield DriverTransaction(connection, is_sqlite=False)
+    connection.read_only, connection.isolation_level = True, psycopg.IsolationLevel.REPEATABLE_READ
 
 
 def connect_postgres(parts: Mapping[str, Any], settings: Mapping[str, Any]) -> "psycopg.Connection[tuple[Any, ...]]":
