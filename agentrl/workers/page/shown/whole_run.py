@@ -10,18 +10,27 @@ from dataclasses import asdict
 from typing import Any
 
 from agentrl.workers.page.shown.shown_texts import LISTED_CHARS, SHOWN_CHARS, cut_rows, cut_value
-from agentrl.workflow.analysis.run_health import FLAT_ITERATIONS, Trouble, has_no_signal, list_failures, list_flat_lines
+from agentrl.workflow.analysis.run_health import (
+    FLAT_ITERATIONS,
+    Trouble,
+    has_no_signal,
+    is_all_right,
+    list_failures,
+    list_flat_lines,
+    list_health_facts,
+)
 from agentrl.workflow.config import NAME_PATTERN, RunConfig
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import run_details, run_rows
 from agentrl.workflow.store.reads.eval_results import count_evals
-from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations
+from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations, load_newest_iteration
 from agentrl.workflow.store.reads.label_rows import notes_of
 from agentrl.workflow.store.reads.lineage import find_children, find_sources
 from agentrl.workflow.store.reads.open_work import list_open_work
 from agentrl.workflow.store.reads.paging import Paging
 from agentrl.workflow.store.reads.run_details import StoredConfig, load_summaries
 from agentrl.workflow.store.reads.run_differences import flat_config
+from agentrl.workflow.store.reads.run_seconds import load_run_seconds
 from agentrl.workflow.tables.views import RunRow
 
 CHILDREN_SHOWN = 100
@@ -56,6 +65,8 @@ def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
         "progress": run_rows.count_progress(tx, name),
         "waits_for": shown_run["waits_for"],
         "troubles": [asdict(trouble) for trouble in _list_troubles(tx, shown_run, typed_run(run, name))],
+        "health": _describe_health(tx, shown_run),
+        "seconds": load_run_seconds(tx, name, episodes=False),
         "sampled_on": run_rows.why_sampling_on(tx, name),
         "tags": shown_run["tags"],
         "notes": cut_rows(notes_of(tx, run), SHOWN_CHARS),
@@ -72,10 +83,11 @@ def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
 def _list_troubles(tx: DriverTransaction, run: Mapping[str, Any], typed: str) -> list[Trouble]:
     """Return what went wrong in a run, and how to go on."""
     newest = list_iterations(tx, IterationFilter(run["run"], status="done"), Paging(FLAT_ITERATIONS, sort="-iteration")).rows
-    flat = []
+    troubles = []
     if has_no_signal(run, newest):
-        flat = list_flat_lines(run_rows.describe_flat_rewards(tx, run["run"], newest[-1].iteration))
-    troubles = [Trouble("; ".join(line.strip() for line in flat))] if flat else []
+        facts = run_rows.describe_flat_rewards(tx, run["run"], newest[-1].iteration)
+        if lines := list_flat_lines(facts):
+            troubles.append(Trouble("; ".join(line.strip() for line in lines), is_note=is_all_right(facts)))
     if run["status"] in ("planned", "running"):
         return troubles
     failure = run_rows.find_most_frequent_failure(tx, run["run"])
@@ -83,6 +95,16 @@ def _list_troubles(tx: DriverTransaction, run: Mapping[str, Any], typed: str) ->
     if run["status"] in ("paused", "failed"):
         troubles.append(Trouble("Resume it when the cause is gone.", f"agentrl resume {typed}"))
     return troubles
+
+
+def _describe_health(tx: Any, run: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the facts about a run's newest finished iteration."""
+    newest = load_newest_iteration(tx, run["run"])
+    if newest is None:
+        return None
+    iteration, right_groups = newest
+    facts = list_health_facts(iteration, right_groups, run["algorithm"] if run["kind"] == "train" else None)
+    return {"iteration": iteration.iteration, "facts": [asdict(fact) for fact in facts]}
 
 
 def list_config(config: StoredConfig) -> list[dict[str, Any]]:
