@@ -23,7 +23,7 @@ from agentrl.workflow.config import NAME_PATTERN, RunConfig
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import run_details, run_rows
 from agentrl.workflow.store.reads.eval_results import count_evals
-from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations, load_newest_iteration
+from agentrl.workflow.store.reads.iteration_rows import IterationFilter, count_right_groups, list_iterations
 from agentrl.workflow.store.reads.label_rows import notes_of
 from agentrl.workflow.store.reads.lineage import find_children, find_sources
 from agentrl.workflow.store.reads.open_work import list_open_work
@@ -31,7 +31,7 @@ from agentrl.workflow.store.reads.paging import Paging
 from agentrl.workflow.store.reads.run_details import StoredConfig, load_summaries
 from agentrl.workflow.store.reads.run_differences import flat_config
 from agentrl.workflow.store.reads.run_seconds import load_run_seconds
-from agentrl.workflow.tables.views import RunRow
+from agentrl.workflow.tables.views import IterationRow, RunRow
 
 CHILDREN_SHOWN = 100
 OPEN_WORK_SHOWN = 200
@@ -56,6 +56,7 @@ def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
     name = run_rows.run_name(tx, run)
     (shown_run,) = list_shown_runs(tx, [run_rows.run_by_id(tx, run)])
     children = find_children(tx, run, CHILDREN_SHOWN + 1)
+    newest = list_iterations(tx, IterationFilter(name, status="done"), Paging(FLAT_ITERATIONS, sort="-iteration")).rows
     work = (asdict(claim) for claim in list_open_work(tx) if claim.run == name) if shown_run["status"] == "running" else ()
     return {
         "run": shown_run,
@@ -64,8 +65,8 @@ def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
         "manifest": run_details.load_manifest(tx, run),
         "progress": run_rows.count_progress(tx, name),
         "waits_for": shown_run["waits_for"],
-        "troubles": [asdict(trouble) for trouble in _list_troubles(tx, shown_run, typed_run(run, name))],
-        "health": _describe_health(tx, shown_run),
+        "troubles": [asdict(trouble) for trouble in _list_troubles(tx, shown_run, typed_run(run, name), newest)],
+        "health": _describe_health(tx, shown_run, newest[0]) if newest else None,
         "seconds": load_run_seconds(tx, name, episodes=False),
         "sampled_on": run_rows.why_sampling_on(tx, name),
         "tags": shown_run["tags"],
@@ -80,9 +81,8 @@ def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
     }
 
 
-def _list_troubles(tx: DriverTransaction, run: Mapping[str, Any], typed: str) -> list[Trouble]:
-    """Return what went wrong in a run, and how to go on."""
-    newest = list_iterations(tx, IterationFilter(run["run"], status="done"), Paging(FLAT_ITERATIONS, sort="-iteration")).rows
+def _list_troubles(tx: DriverTransaction, run: Mapping[str, Any], typed: str, newest: Sequence[IterationRow]) -> list[Trouble]:
+    """Return what went wrong in a run, and how to go on. `newest` are its newest finished iterations, the newest first."""
     troubles = []
     if has_no_signal(run, newest):
         facts = run_rows.describe_flat_rewards(tx, run["run"], newest[-1].iteration)
@@ -97,12 +97,9 @@ def _list_troubles(tx: DriverTransaction, run: Mapping[str, Any], typed: str) ->
     return troubles
 
 
-def _describe_health(tx: Any, run: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the facts about a run's newest finished iteration."""
-    newest = load_newest_iteration(tx, run["run"])
-    if newest is None:
-        return None
-    iteration, right_groups = newest
+def _describe_health(tx: DriverTransaction, run: Mapping[str, Any], iteration: IterationRow) -> dict[str, Any]:
+    """Return the facts about a finished iteration of the run."""
+    right_groups = count_right_groups(tx, run["id"], iteration.iteration)
     facts = list_health_facts(iteration, right_groups, run["algorithm"] if run["kind"] == "train" else None)
     return {"iteration": iteration.iteration, "facts": [asdict(fact) for fact in facts]}
 

@@ -204,18 +204,13 @@ def _load_solved(tx: Any, run_id: int, number: int) -> set[int]:
     return {row["id"] for row in select_rows(tx, query, run_id=run_id, number=number, **rule.parameters) if row["solved"]}
 
 
-def load_newest_iteration(tx: Any, run: str) -> tuple[IterationRow, int] | None:
-    """Return the newest finished iteration of a run, and the number of its groups with equal rewards whose episodes are right.
-    Return None if no iteration is finished. Call this inside a transaction.
+def count_right_groups(tx: Any, run_id: int, number: int) -> int:
+    """Return the number of groups with equal rewards, in an iteration, whose episodes are right. `number` is the iteration's
+    number, counted from 1. Call this inside a transaction.
     """
-    run_row = run_id_and_name(tx, run)
-    query = "WHERE run = :run AND status = 'done' ORDER BY iteration DESC LIMIT 1"
-    rows = select_values(tx, IterationRow, query, run=run_row["name"])
-    if not rows:
-        return None
-    rule = load_rule(tx, run_row["id"])
-    (count,) = select_rows(tx, rule.right_groups(), run_id=run_row["id"], number=rows[0].iteration, **rule.parameters)
-    return rows[0], count["right_groups"]
+    rule = load_rule(tx, run_id)
+    (count,) = select_rows(tx, rule.right_groups(), run_id=run_id, number=number, **rule.parameters)
+    return int(count["right_groups"])
 
 
 def _load_fates(tx: Any, run: str, number: int) -> dict[int, str]:
