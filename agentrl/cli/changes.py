@@ -30,8 +30,7 @@ def changes(
     run = pick_run(db, run)
     number = iteration or max(1, describe_run(db, run).iterations_done)
     details, changed = load_iteration(db, run, number), load_iteration_changes(db, run, number)
-    flat = sum(group["flat"] for group in details.groups)
-    troubles = list_update_troubles(run, details.iteration, details.updates, len(details.groups), flat)
+    troubles = list_update_troubles(run, details.iteration, details.updates, details.groups, details.algorithm)
     if as_json:
         fields = ("before", "numbers", "parts", "errors", "tasks", "again", "examples")
         lines = [{"text": trouble.text, "command": trouble.command} for trouble in troubles]

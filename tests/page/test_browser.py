@@ -64,31 +64,53 @@ def one(stack: Stack, query: str) -> Any:
         return tx.execute(text(query)).scalar_one()
 
 
-def views(stack: Stack) -> dict[str, str]:
-    """Every view of the run `first`, by its address."""
+GONE = 999_999
+DECLARED = "import('./static/app.js').then(({ ROUTES }) => ROUTES.map(({ path, tabs }) => [path, tabs || []]))"
+
+
+def places(page: Page, numbers: dict[str, Any]) -> list[str]:
+    """The addresses of all places that the page declares, each with all its tabs. `numbers` are the values of their
+    parameters.
+    """
+    addresses = []
+    for path, tabs in page.evaluate(DECLARED):
+        address = "#/" + "/".join(str(numbers[word[1:]]) if word.startswith(":") else word for word in path.split("/"))
+        addresses += [address, *(f"{address}?tab={tab}" for tab in tabs)]
+    return addresses
+
+
+def numbers_of_first(stack: Stack) -> dict[str, Any]:
+    """The values of the parameters of all places, for the run `first`."""
     run = one(stack, "SELECT id FROM runs WHERE name = 'first'")
     group = one(stack, f"SELECT min(id) FROM groups WHERE run_id = {run}")
     task = one(stack, f"SELECT task_id FROM groups WHERE id = {group}")
     episode = one(stack, f"SELECT min(id) FROM episodes WHERE group_id = {group}")
+    return {"run": run, "iteration": 2, "group": group, "task": task, "episode": episode}
+
+
+def every_view(page: Page, stack: Stack) -> dict[str, str]:
+    """All places and tabs that the page declares, and `views`."""
+    return {**views(stack), **{address: address for address in places(page, numbers_of_first(stack))}}
+
+
+def views(stack: Stack) -> dict[str, str]:
+    """Some views of the run `first`, and choices within them, by name."""
+    numbers = numbers_of_first(stack)
+    run, group, episode = numbers["run"], numbers["group"], numbers["episode"]
     evals = f"FROM evals WHERE run_id IN (SELECT id FROM runs WHERE measures_id = {run})"
     first, second = (one(stack, f"SELECT {of}(run_id) {evals}") for of in ("min", "max"))
-    tabs = ("iterations", "episodes", "tasks", "ledger", "workers", "evals", "events", "config")
     return {
-        "runs": "#/",
         "run": f"#/run/{run}",
         "curves": f"#/run/{run}?tab=curves",
+        "config": f"#/run/{run}?tab=config",
         "run-smooth": f"#/run/{run}?smooth=0.6&x=tokens&log=1&charts=v_steps.mean_logprob",
         "run-time": f"#/run/{run}?x=time&with={run + 1}",
-        **{tab: f"#/run/{run}?tab={tab}" for tab in tabs},
-        "iteration": f"#/run/{run}/iteration/2",
+        "seeds": "#/?group=seed",
+        "nothing": f"#/run/{run}?tab=episodes&min_reward=2",
         "group": f"#/group/{group}",
-        "episode": f"#/episode/{episode}",
         "tokens": f"#/episode/{episode}?tab=tokens",
         "advantages": f"#/episode/{episode}?tab=tokens&color=advantage&only=1",
-        "why": f"#/episode/{episode}?tab=why",
-        "task": f"#/run/{run}/task/{task}",
         "compare": f"#/compare?a={first}&b={second}",
-        "sql": "#/sql",
         "sql-chart": f"#/sql?{'q=SELECT+iteration%2C+mean_reward+FROM+v_iterations'}&as=chart",
         "two-runs": f"#/run/{run}?with={run + 1}",
     }
@@ -113,10 +135,13 @@ def test_browser_draws_every_view_accessibly_without_error(
 ) -> None:
     context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
     watched = Watched(context.new_page())
+    look_at(watched.page, served, "#/")
     found: dict[str, list[str]] = {}
-    for name, address in views(lived).items():
+    for name, address in every_view(watched.page, lived).items():
         look_at(watched.page, served, address)
         assert overflow(watched.page) <= 0, name
+        assert watched.page.locator("main h1").count() == 1, name
+        assert watched.page.title() != "agentrl", name
         assert watched.page.query_selector("main .problem") is None, (name, watched.page.inner_text("main"))
         results = Axe().run(watched.page).response["violations"]
         found |= {name: [f"{each['id']}: {each['nodes'][0]['html'][:200]}" for each in results]} if results else {}
@@ -126,15 +151,62 @@ def test_browser_draws_every_view_accessibly_without_error(
     context.close()
 
 
+def test_browser_heads_places_that_do_not_exist(lived: Stack, served: Service, context: BrowserContext) -> None:
+    page = context.new_page()
+    look_at(page, served, "#/")
+    gone = places(page, dict.fromkeys(numbers_of_first(lived), GONE))
+    for address in [*(each for each in gone if str(GONE) in each), "#/no/such/place"]:
+        look_at(page, served, address)
+        assert page.locator("main h1").count() == page.locator("main .problem").count() == 1, address
+        assert page.title() != "agentrl", address
+        assert Axe().run(page).response["violations"] == [], address
+
+
+def test_browser_shows_narrow_list_whole(lived: Stack, served: Service, browser: Browser) -> None:
+    context = browser.new_context(viewport={"width": 390, "height": 844})
+    page = context.new_page()
+    for tab in ("episodes", "iterations", "tasks", "evals"):
+        look_at(page, served, f"{views(lived)['run']}?tab={tab}")
+        cut = (
+            "[...document.querySelectorAll('main td')].filter((cell) => cell.getBoundingClientRect().right > innerWidth).length"
+        )
+        assert page.evaluate(cut) == 0, tab
+    look_at(page, served, f"{views(lived)['run']}?tab=episodes")
+    assert page.locator("main tbody tr").first.locator("td[data-label='reward']").is_visible()
+    assert "reward" in page.inner_text(".short-facts")
+    cut = "document.querySelector('.short-facts').scrollWidth > document.querySelector('.short-facts').clientWidth"
+    assert not page.evaluate(cut)
+    context.close()
+
+
+RECORD_TEXTS = """
+    window.drawn = [];
+    const draw = CanvasRenderingContext2D.prototype.fillText;
+    CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
+      window.drawn.push(text);
+      draw.call(this, text, ...place);
+    };
+"""
+
+
+def test_chart_names_its_axis(lived: Stack, served: Service, context: BrowserContext) -> None:
+    page = context.new_page()
+    page.add_init_script(RECORD_TEXTS)
+    for address, name in ((views(lived)["run"], "iteration"), (views(lived)["run-smooth"], "tokens read and sampled")):
+        look_at(page, served, address)
+        page.wait_for_function("name => window.drawn.includes(name)", arg=name)
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_browser_fits_every_view_into_window(lived: Stack, served: Service, browser: Browser, width: int) -> None:
     context = browser.new_context(viewport={"width": width, "height": 900}, has_touch=width < 500)
     page = context.new_page()
     PICTURES.mkdir(parents=True, exist_ok=True)
     wide = {}
-    for name, address in views(lived).items():
+    look_at(page, served, "#/")
+    for name, address in every_view(page, lived).items():
         look_at(page, served, address)
-        page.screenshot(path=PICTURES / f"{name}-{width}.png")
+        page.screenshot(path=PICTURES / f"{re.sub(r'[^a-z0-9]+', '-', name)}-{width}.png")
         wide |= {name: by} if (by := overflow(page)) > 0 else {}
     assert wide == {}
     context.close()

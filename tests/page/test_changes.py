@@ -1,11 +1,15 @@
 """What the page is told of an iteration that changed, of a run that stopped, and of evaluations made by hand."""
 
+from contextlib import closing
+
 import pytest
 from sqlalchemy import insert, text
 
-from agentrl.workflow.analysis.run_health import list_update_troubles
+from agentrl.workers.page.demo import open_demo
+from agentrl.workflow.analysis.run_health import list_health_facts, list_update_troubles
 from agentrl.workflow.store import train_commits
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.migrate import open_database
 from agentrl.workflow.tables import schema
 from tests.page.test_task_routes import played
 from tests.support.page_answers import PageOver
@@ -73,10 +77,84 @@ def test_iteration_route_says_why_update_was_skipped(database: Database) -> None
     ],
 )
 def test_update_health_names_what_is_off(name: str, value: float, word: str) -> None:
-    assert list_update_troubles("first", ITERATION, [HEALTHY, HEALTHY], 8, 2) == []
-    (trouble,) = list_update_troubles("first", ITERATION, [HEALTHY, {**HEALTHY, name: value}], 8, 2)
+    groups = groups_of(right=2, equal=2, different=4)
+    assert list_update_troubles("first", ITERATION, [HEALTHY, HEALTHY], groups, "grpo") == []
+    (trouble,) = list_update_troubles("first", ITERATION, [HEALTHY, {**HEALTHY, name: value}], groups, "grpo")
     assert word in trouble.text
-    assert list_update_troubles("first", ITERATION, [{**HEALTHY, name: None}], 8, 2) == []
+    assert list_update_troubles("first", ITERATION, [{**HEALTHY, name: None}], groups, "grpo") == []
+
+
+def groups_of(right: int, equal: int, different: int) -> list[dict[str, bool]]:
+    """Groups in which all episodes are right, have equal rewards and are wrong, and have different rewards."""
+    kinds = ((right, True, True), (equal, True, False), (different, False, True))
+    return [{"flat": flat, "solved": solved} for count, flat, solved in kinds for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("groups", "algorithm", "text", "is_note"),
+    [
+        (groups_of(0, 5, 3), "grpo", "5 of 8 groups have equal rewards and no right episode", False),
+        (groups_of(5, 0, 3), "grpo", "In 5 of 8 groups all episodes are right, so they teach nothing more.", True),
+        (groups_of(4, 4, 0), "grpo", "", False),
+        (groups_of(0, 8, 0), "ppo", "", False),
+        (groups_of(0, 8, 0), "my_module:mine", "", False),
+        (groups_of(0, 8, 0), None, "", False),
+    ],
+)
+def test_iteration_health_of_groups(groups: list[dict[str, bool]], algorithm: str | None, text: str, is_note: bool) -> None:
+    troubles = list_update_troubles("first", ITERATION, [HEALTHY], groups, algorithm)
+    assert [(trouble.text.startswith(text), trouble.is_note) for trouble in troubles] == ([(True, is_note)] if text else [])
+
+
+def test_health_facts_mark_what_is_off() -> None:
+    healthy = {
+        "groups": 8, "flat_groups": 4, "tool_calls": 4, "tool_errors": 1, "trainable": 16, "episodes": 16, "staleness": 1,
+        "rollout_seconds": 2.5, "update_seconds": 0.5, "skipped": "",
+    }  # fmt: skip
+    facts = list_health_facts(healthy, 3, "grpo")
+    assert [fact.text for fact in facts] == [
+        "4 of 8 groups with different rewards, 3 all right, 1 with equal rewards",
+        "1 of 4 tool calls failed",
+        "16 of 16 episodes usable",
+        "sampled 1 version behind",
+        "rollout 2.5 s, update 0.5 s",
+    ]
+    assert not any(fact.is_off for fact in facts)
+    ill = {"flat_groups": 8, "tool_errors": 2, "trainable": 15, "staleness": 2, "skipped": "the loss is nan"}
+    facts = list_health_facts({**healthy, **ill}, 3, "grpo")
+    assert [fact.is_off for fact in facts] == [True, True, True, True, False, True]
+
+
+def test_run_route_tells_health_of_newest_iteration(sqlite: Database) -> None:
+    add_runs(sqlite)
+    page = PageOver(sqlite)
+    ids = {row["run"]: row["id"] for row in page.read("/api/runs")["rows"]}
+    health = page.read(f"/api/runs/{ids['code']}")["health"]
+    assert health["iteration"] == 4
+    assert health["facts"][0] == {"text": "2 of 2 groups with different rewards", "is_off": False}
+    assert page.read(f"/api/runs/{ids['broken']}")["health"] is None
+
+
+def test_healthy_demo_run_has_no_fault() -> None:
+    with closing(open_database(open_demo().database)) as database:
+        page = PageOver(database)
+        troubles = [page.read(f"/api/runs/1/iterations/{number}")["troubles"] for number in range(1, 21)]
+    assert [trouble["text"] for its in troubles for trouble in its if not trouble["is_note"]] == []
+    assert [number for number, its in enumerate(troubles, 1) if its] == [11, 12, 16, 18]
+
+
+def test_run_that_learned_everything_gets_note(database: Database) -> None:
+    played(database, (1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
+    with database.engine.begin() as tx:
+        for change in (
+            "rewards SET value = 1.0",
+            "episodes SET reward = 1.0",
+            "groups SET mean_reward = 1.0, std_reward = 0.0",
+        ):
+            tx.execute(text(f"UPDATE {change}"))
+    (trouble,) = PageOver(database).read("/api/runs/1")["troubles"]
+    assert trouble["text"].endswith("every episode is right. Harder tasks would teach more.")
+    assert trouble["is_note"]
 
 
 def test_run_route_says_why_run_stopped(sqlite: Database) -> None:
@@ -85,7 +163,7 @@ def test_run_route_says_why_run_stopped(sqlite: Database) -> None:
     rows = {row["run"]: row for row in page.read("/api/runs")["rows"]}
     assert (rows["broken"]["status"], rows["broken"]["reason"]) == ("paused", REASON)
     failed, resume = page.read(f"/api/runs/{rows['broken']['id']}")["troubles"]
-    assert failed["text"] == f"4 episodes failed, 4 of them with: {WHY_FAILED}"
+    assert failed["text"] == f"4 episodes failed, all with: {WHY_FAILED}"
     assert (failed["command"], resume["command"]) == ("agentrl episodes broken --status failed", "agentrl resume broken")
     assert page.read(f"/api/runs/{rows['code']['id']}")["troubles"] == []
 

@@ -188,7 +188,7 @@ def test_differences_route_shows_config_and_numbers(database: Database) -> None:
     differences = page.read("/api/runs/1/against/2")
     assert differences["runs"] == [{"id": 1, "run": "one"}, {"id": 2, "run": "two"}]
     assert differences["config"] == [{"key": "seed", "one": 0, "other": 5}]
-    assert {"name": "episodes_done", "one": 0, "other": 0} in differences["numbers"]
+    assert {"name": "episodes done", "one": 0, "other": 0} in differences["numbers"]
     assert (differences["tasks"], differences["shared"]) == ([], 0)
     assert page.ask("/api/runs/1/against/9")[0] == 404
     assert page.ask("/api/runs/9/against/1")[0] == 404

@@ -1,5 +1,6 @@
 """The table of runs in a real browser: columns of the config, seeds as one row, tags and notes."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,10 @@ def test_runs_table_shows_seeds_as_one_row(page: Page) -> None:
     before = rows.count()
     page.click("label:has-text('group seeds')")
     page.wait_for_function("count => document.querySelectorAll('main tbody tr').length === count", arg=before - 1)
-    assert "2 seeds: 8, 7" in page.locator("main tbody tr:has-text('broken')").inner_text()
+    row = page.locator("main tbody tr:has-text('broken')").inner_text()
+    assert "2 seeds: 8, 7" in row
+    assert re.search(r"paused 1 run\s+done 1 run", row), row
+    assert "1 of 2" in row
     assert page.url.endswith("group=seed")
     page.click("main td a:text-is('broken')")
     page.wait_for_selector("h1:text-is('2 runs together')")

@@ -69,7 +69,7 @@ def read(served: Service, browser: Browser) -> Iterator[Any]:
     assert watched.wrong == []
 
 
-DEMO, CODE, AGENTS, BROKEN = 1, 9, 10, 11
+DEMO, EVALUATION, FORK, CODE, AGENTS, BROKEN = 1, 2, 8, 9, 10, 11
 """The numbers of the runs in the store."""
 
 
@@ -150,7 +150,7 @@ def test_question_which_calls_failed(read: Any, terminal: Any) -> None:
 
 def test_question_is_run_healthy(read: Any, terminal: Any) -> None:
     reader = read(DEMO)
-    reader.sees("groups without variance", "of the tool calls failed", "staleness 0")
+    reader.sees("groups with different rewards", "tool calls failed", "sampled by the newest version")
     reader = read(BROKEN)
     reader.sees(REASON, WHY_FAILED, "agentrl resume broken")
     assert reader.clicks == 0
@@ -159,7 +159,7 @@ def test_question_is_run_healthy(read: Any, terminal: Any) -> None:
 
 def test_question_where_seconds_went(read: Any, terminal: Any) -> None:
     reader = read(DEMO)
-    reader.sees("rollout", "update")
+    reader.sees("Where the seconds went", "waiting")
     reader.click("nav.tabs >> text=workers")
     reader.page.wait_for_selector(".lanes svg")
     printed = terminal("watch", "demo")
@@ -219,7 +219,7 @@ def test_evidence_is_walked_by_keyboard(read: Any) -> None:
     reader = read(CODE)
     reader.click("main a:has-text('code_error')")
     reader.click("main tbody td a")
-    reader.page.wait_for_selector("a[rel='list-next']")
+    reader.page.wait_for_selector("a[rel='list-next']:has(kbd:text-is('n'))")
     first = reader.page.inner_text("h1")
     reader.page.keyboard.press("n")
     reader.page.wait_for_selector("a[rel='list-prev']")
@@ -241,6 +241,42 @@ def test_transcript_colours_tokens_and_shows_time(read: Any) -> None:
     assert reader.page.url.endswith("tokens=logprob")
     reader.page.locator("label:has-text('token colours') select").select_option("")
     reader.page.wait_for_selector(".transcript .strip", state="detached")
+
+
+def test_evidence_leaves_out_empty_column(read: Any) -> None:
+    for run, has_errors in ((DEMO, False), (CODE, True)):
+        reader = read(run)
+        reader.click("nav.tabs >> text=episodes")
+        heads = [text.rstrip(" ↑") for text in reader.page.locator("main thead th").all_inner_texts()]
+        assert heads[:2] == ["episode", "iteration"]
+        assert ("error" in heads) is has_errors
+
+
+def test_evidence_without_a_match_offers_all(read: Any) -> None:
+    reader = read(CODE)
+    reader.page.goto(f"{reader.page.url}?tab=episodes&min_reward=2")
+    reader.click("main >> text=show all episodes")
+    assert reader.page.locator("main tbody tr").count() == 16
+
+
+def test_group_of_one_shows_only_its_transcript(read: Any) -> None:
+    reader = read(EVALUATION)
+    reader.sees("evaluates demo (version 0)")
+    reader.click("nav.tabs >> text=iterations")
+    reader.click("main td a:text-is('1')")
+    assert "±" not in reader.page.inner_text("main .grid")
+    reader.click("main .grid a")
+    reader.sees("Transcript")
+    shown = reader.page.inner_text("main")
+    assert not any(text in shown for text in ("Where they differ", "±", "sibling"))
+
+
+def test_fork_shows_its_one_episode_once(read: Any) -> None:
+    reader = read(FORK)
+    reader.sees("best and worst")
+    titles = reader.page.locator(".examples li b").all_inner_texts()
+    assert titles == ["best and worst"]
+    assert reader.page.locator(".chart").count() == 0
 
 
 def test_keys_move_focus_with_the_row(read: Any) -> None:

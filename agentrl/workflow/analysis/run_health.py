@@ -1,5 +1,5 @@
-"""The problems of a run or an update, as sentences, each with a command that helps. The web page and the terminal show the same
-sentences.
+"""The health of a run and of an update: facts and problems as sentences, each problem with a command that helps. The web page
+and the terminal show the same sentences. This module alone has the limits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,18 +12,41 @@ Row = Mapping[str, Any]
 MAX_CLIPPED, MAX_OUTSIDE, LEAST_SAMPLE = 0.3, 0.1, 0.5
 MAX_DIFFERENCE = 0.1
 MAX_RATIO, LEAST_RATIO = 1.5, 0.67
-MAX_FLAT, MAX_TRUNCATED, MAX_FAILED_CALLS = 0.5, 0.25, 0.25
+MAX_FLAT, MAX_SOLVED, MAX_FAILED_CALLS = 0.5, 0.5, 0.25
+MAX_STALENESS = 1
 MAX_ERROR_CHARS = 300
+HARDER_TASKS = "Harder tasks would teach more."
 FLAT_ITERATIONS = 3
 """The number of successive iterations without different rewards in any group, after which a reason is shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """A problem: a sentence that describes it, and the command that helps; `command` is empty if no command helps."""
+    """A problem: a sentence that describes it, and the command that helps; `command` is empty if no command helps. `is_note`: a
+    remark about a healthy run.
+    """
 
     text: str
     command: str = ""
+    is_note: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HealthFact:
+    """A short fact about an iteration. `is_off`: the value is outside the limits."""
+
+    text: str
+    is_off: bool = False
+
+
+def compares_groups(algorithm: str | None) -> bool:
+    """Return whether this is a built-in algorithm that compares the episodes of a group. Then a group with equal rewards
+    teaches nothing.
+    """
+    from agentrl.workflow.algorithms import gradients
+
+    built_in = gradients().get(algorithm or "")
+    return built_in is not None and built_in.needs_group
 
 
 def list_failures(failure: Row, agents: Row, run: str) -> list[Trouble]:
@@ -33,13 +56,17 @@ def list_failures(failure: Row, agents: Row, run: str) -> list[Trouble]:
     troubles = []
     if failure:
         failed, error = format_count(failure["failed"], "episode"), one_line(failure["error"], MAX_ERROR_CHARS)
-        text = f"{failed} failed, {failure['episodes']} of them with: {error}"
+        text = f"{failed} failed, {_part(failure['episodes'], failure['failed'])} with: {error}"
         troubles.append(Trouble(text, f"agentrl episodes {run} --status {failure['status']}"))
     if agents:
         ended, error = format_count(agents["ended"], "episode"), one_line(agents["error"], MAX_ERROR_CHARS)
-        text = f"{ended} ended with an agent error, {agents['episodes']} with: {error}"
+        text = f"{ended} ended with an agent error, {_part(agents['episodes'], agents['ended'])} with: {error}"
         troubles.append(Trouble(text, f"agentrl episodes {run} --stop-reason agent_error"))
     return troubles
+
+
+def _part(count: int, total: int) -> str:
+    return "all" if count == total else f"{count} of them"
 
 
 def has_no_signal(run: Row, iterations: Sequence[Row]) -> bool:
@@ -49,12 +76,17 @@ def has_no_signal(run: Row, iterations: Sequence[Row]) -> bool:
     return run["kind"] == "train" and flat
 
 
+def is_all_right(facts: Row) -> bool:
+    """Return whether all episodes are right. `facts` is the result of `describe_flat_rewards`."""
+    return bool(facts["right_episodes"] == facts["episodes"])
+
+
 def list_flat_lines(facts: Row) -> list[str]:
     """Return lines that say why there was no training signal. `facts` is the result of `describe_flat_rewards`."""
-    from agentrl.workflow.algorithms import find_gradient
-
-    if not facts["episodes"] or not find_gradient(facts["algorithm"]).needs_group:
+    if not facts["episodes"] or not compares_groups(facts["algorithm"]):
         return []
+    if is_all_right(facts):
+        return [f"The last {FLAT_ITERATIONS} iterations had no training signal: every episode is right. {HARDER_TASKS}"]
     lines = [f"The last {FLAT_ITERATIONS} iterations had no training signal: all rewards are equal within each group."]
     for part in facts["parts"]:
         lowest, highest = cell(part["least"]), cell(part["most"])
@@ -73,20 +105,63 @@ def _more_variance(parts: Sequence[Row]) -> str:
     """Return advice on how to get different rewards, based on the present values of the reward parts."""
     if all(part["most"] <= 0 for part in parts):
         return "train on demonstrations first (agentrl sft), or try easier tasks or another model"
-    return "harder tasks" if all(part["least"] >= 1 for part in parts) else "a reward with more levels"
+    return "a reward with more levels"
 
 
-def list_update_troubles(run: str, iteration: Row, updates: Sequence[Row], groups: int, flat: int) -> list[Trouble]:
+def list_health_facts(iteration: Row, right_groups: int, algorithm: str | None) -> list[HealthFact]:
+    """Return the facts about an iteration that show whether its run is healthy.
+
+    Args:
+        iteration: a row of v_iterations.
+        right_groups: the number of groups with equal rewards whose episodes are right.
+        algorithm: the run's algorithm; None for a run that does not train.
+    """
+    facts, groups = [], iteration["groups"]
+    equal = iteration["flat_groups"] - right_groups
+    if groups and compares_groups(algorithm):
+        parts = [f"{groups - equal - right_groups} of {format_count(groups, 'group')} with different rewards"]
+        parts += [f"{right_groups} all right"] if right_groups else []
+        parts += [f"{equal} with equal rewards"] if equal else []
+        facts.append(HealthFact(", ".join(parts), equal / groups > MAX_FLAT))
+    if calls := iteration["tool_calls"]:
+        errors = iteration["tool_errors"]
+        facts.append(HealthFact(f"{errors} of {format_count(calls, 'tool call')} failed", errors / calls > MAX_FAILED_CALLS))
+    usable, episodes = iteration["trainable"], iteration["episodes"]
+    facts.append(HealthFact(f"{usable} of {format_count(episodes, 'episode')} usable", usable < episodes))
+    if (staleness := iteration["staleness"]) is not None:
+        text = f"sampled {format_count(staleness, 'version')} behind" if staleness else "sampled by the newest version"
+        facts.append(HealthFact(text, staleness > MAX_STALENESS))
+    seconds = {name: iteration[f"{name}_seconds"] for name in ("rollout", "update")}
+    if times := ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items() if value):
+        facts.append(HealthFact(times))
+    if iteration["skipped"]:
+        facts.append(HealthFact(f"update skipped: {iteration['skipped']}", is_off=True))
+    return facts
+
+
+def list_update_troubles(
+    run: str, iteration: Row, updates: Sequence[Row], groups: Sequence[Row], algorithm: str | None
+) -> list[Trouble]:
     """Return the problems of an iteration: those of its update (the ratio, clipped tokens, the mismatch of sampler and trainer,
-    the effective sample size, the gradient) and those of its episodes (equal rewards, failed tool calls). `groups` is the
-    number of groups, and `flat` the number of groups with equal rewards. `run` is the run's name in the commands.
+    the effective sample size, the gradient) and those of its episodes (equal rewards, failed tool calls).
+
+    Args:
+        run: the run's name in the commands.
+        groups: of each group whether its rewards are equal (`flat`), and whether an episode is right (`solved`).
+        algorithm: the run's algorithm; None for a run that does not train.
     """
     troubles = []
     if iteration["skipped"]:
         troubles.append(Trouble(f"The update made no step: {iteration['skipped']}."))
-    if groups and flat / groups > MAX_FLAT:
-        text = f"{flat} of {groups} groups have equal rewards, so they teach nothing. Try other tasks, or larger groups."
-        troubles.append(Trouble(text, f"agentrl episodes {run} --iteration {iteration['iteration']} --fate no_variance"))
+    flat = [group for group in groups if group["flat"]] if compares_groups(algorithm) else []
+    right = sum(group["solved"] for group in flat)
+    if groups and (equal := len(flat) - right) / len(groups) > MAX_FLAT:
+        text = f"{equal} of {len(groups)} groups have equal rewards and no right episode, so they teach nothing."
+        command = f"agentrl episodes {run} --iteration {iteration['iteration']} --fate no_variance"
+        troubles.append(Trouble(f"{text} Try easier tasks, or larger groups.", command))
+    if groups and right / len(groups) > MAX_SOLVED:
+        text = f"In {right} of {len(groups)} groups all episodes are right, so they teach nothing more. {HARDER_TASKS}"
+        troubles.append(Trouble(text, is_note=True))
     calls, errors = iteration["tool_calls"], iteration["tool_errors"]
     if calls and errors / calls > MAX_FAILED_CALLS:
         command = f"agentrl episodes {run} --iteration {iteration['iteration']} --tool-errors 1"

@@ -171,11 +171,12 @@ class Parting(BaseModel):
 
 
 class WholeGroup(BaseModel):
-    """A group. `left_out` counts the episodes beyond the limit. `parting` says where the episodes diverge, within the first
-    `aligned_tokens` tokens of each.
+    """A group. `solved`: an episode is right. `left_out` counts the episodes beyond the limit. `parting` says where the
+    episodes diverge, within the first `aligned_tokens` tokens of each.
     """
 
     group: ShownRow
+    solved: bool
     task: ShownTask
     siblings: list[Sibling]
     left_out: int

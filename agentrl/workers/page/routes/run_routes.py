@@ -97,15 +97,37 @@ class ChildRun(SourceRun):
 
 
 class TroubleAnswer(BaseModel):
-    """A sentence about a problem of the run, and the command to type."""
+    """A sentence about a problem of the run, and the command to type. `is_note`: a remark about a healthy run."""
 
     text: str
     command: str
+    is_note: bool
+
+
+class HealthFactAnswer(BaseModel):
+    """A short fact about an iteration. `is_off`: the value is outside the limits."""
+
+    text: str
+    is_off: bool
+
+
+class HealthAnswer(BaseModel):
+    """The facts that show whether a run is healthy, about its newest finished iteration."""
+
+    iteration: int
+    facts: list[HealthFactAnswer]
+
+
+class PartSeconds(BaseModel):
+    """How many seconds a part of the run's iterations took, added up over the iterations."""
+
+    part: str
+    seconds: float
 
 
 class WholeRun(BaseModel):
     """What the page of a run shows. `typed` is the name or number of the run, for command lines. `progress` is empty if no
-    iteration is open.
+    iteration is open. `health` is null if no iteration is finished.
     """
 
     run: ListedRun
@@ -115,6 +137,8 @@ class WholeRun(BaseModel):
     progress: dict[str, Any]
     waits_for: str
     troubles: list[TroubleAnswer]
+    health: HealthAnswer | None
+    seconds: list[PartSeconds]
     sampled_on: str
     tags: list[str]
     notes: list[Note]
@@ -391,9 +415,8 @@ def read_iteration(store: Store, run: int, number: int) -> Response:
     details = store.ask_about_run(run, lambda tx, name: iteration_rows.load_iteration(tx, name, number))
     fields = {"iteration": details.iteration, "updates": details.updates, "groups": [cut_texts(row) for row in details.groups]}
     typed = typed_run(run, details.iteration.run)
-    counts = (len(details.groups), sum(group["flat"] for group in details.groups))
-    troubles = [asdict(trouble) for trouble in list_update_troubles(typed, details.iteration, details.updates, *counts)]
-    return answer({**fields, "left_out": details.left_out, "troubles": troubles})
+    troubles = list_update_troubles(typed, details.iteration, details.updates, details.groups, details.algorithm)
+    return answer({**fields, "left_out": details.left_out, "troubles": [asdict(trouble) for trouble in troubles]})
 
 
 @router.get("/runs/{run}/iterations/{number}/changes", response_model=ChangesAnswer)

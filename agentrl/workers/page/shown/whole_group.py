@@ -22,6 +22,7 @@ from agentrl.workflow.store.reads.group_rows import (
     load_sibling_readers,
     load_sibling_shapes,
 )
+from agentrl.workflow.store.reads.solved_rule import is_solved
 from agentrl.workflow.store.reads.turn_rows import TOKEN_BYTES, unpack_ids
 
 Row = Mapping[str, Any]
@@ -61,6 +62,7 @@ def load_group_answer(tx: Any, group: int) -> GroupAnswer:
     credit, advantages = _explain(tx, loaded, run)
     document = {
         "group": {**cut_texts({**loaded.row}), "run_id": loaded.run_id, "task_id": loaded.task_id},
+        "solved": is_solved(tx, loaded.run_id, loaded.row.id),
         "task": shown_task(task, texts),
         "siblings": list(_siblings(tx, loaded, shapes, advantages, texts)),
         "left_out": loaded.left_out,

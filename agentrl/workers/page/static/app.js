@@ -4,23 +4,39 @@
 import { html, render, useEffect, useRef, useState } from "./vendor/preact.js";
 import { ComparePage } from "./compare.js";
 import { exported, path } from "./data.js";
-import { EpisodePage } from "./episode.js";
+import { EPISODE_TABS, EpisodePage } from "./episode.js";
 import { visible } from "./format.js";
 import { GroupPage } from "./group.js";
 import { IterationPage } from "./iteration.js";
-import { go, href, useRoute } from "./route.js";
-import { RunPage } from "./run.js";
+import { go, href, LINK_KEYS, useRoute } from "./route.js";
+import { RUN_TABS, RunPage } from "./run.js";
 import { RunsPage } from "./runs.js";
 import { SqlPage } from "./sql.js";
 import { TaskPage } from "./tasks.js";
 import { applyTheme, toggleTheme, useTheme } from "./theme.js";
-import { Command, Link, useData } from "./ui.js";
+import { Command, Link, useData, useTitle } from "./ui.js";
+
+/**
+ * The places of the page. `path`: a word with a colon is a parameter of `view`. `tabs`: the views of it that `?tab=` chooses.
+ * @type {{path: string, view: (of: Record<string, string>) => unknown, tabs?: string[]}[]}
+ */
+export const ROUTES = [
+  { path: "", view: () => (exported()?.run ? html`<${RunPage} run=${exported().run} />` : html`<${RunsPage} />`) },
+  { path: "runs", view: () => html`<${RunsPage} />` },
+  { path: "run/:run", view: ({ run }) => html`<${RunPage} key=${run} run=${run} />`, tabs: Object.keys(RUN_TABS) },
+  { path: "run/:run/iteration/:iteration", view: ({ run, iteration }) => html`<${IterationPage} key=${`${run}/${iteration}`} run=${run} iteration=${iteration} />` },
+  { path: "run/:run/task/:task", view: ({ run, task }) => html`<${TaskPage} key=${`${run}/${task}`} run=${run} task=${task} />` },
+  { path: "group/:group", view: ({ group }) => html`<${GroupPage} key=${group} group=${group} />` },
+  { path: "episode/:episode", view: ({ episode }) => html`<${EpisodePage} key=${episode} episode=${episode} />`, tabs: Object.keys(EPISODE_TABS) },
+  { path: "compare", view: () => html`<${ComparePage} />` },
+  { path: "sql", view: () => html`<${SqlPage} />` },
+];
 
 const KEYS = [
   ["j / k", "next, previous row or part"],
   ["Enter", "open the row"],
-  ["[ / ]", "the sibling before, after (of an episode); the iteration before, after"],
-  ["n / p", "the next, the previous episode of the list that it was opened from"],
+  ["[ / ]", "the previous, the next sibling of an episode; the previous, the next iteration"],
+  ["p / n", "the previous, the next episode of the list from which an episode was opened"],
   ["u", "up: from an episode to its group, its iteration, its run"],
   ["/", "search, where there is a search field"],
   ["g r", "the runs"],
@@ -32,29 +48,30 @@ const KEYS = [
 ];
 
 function Page() {
-  const { parts, query } = useRoute();
+  const { parts } = useRoute();
   const [help, setHelp] = useState(false);
   useKeyboard(() => setHelp((now) => !now));
   const main = useRef(null);
   const where = parts.join("/");
   useEffect(() => main.current?.focus({ preventScroll: true }), [where]);
   return html`<${Head} help=${() => setHelp(true)} toContent=${() => main.current.focus()} />
-    <main id="main" tabindex="-1" ref=${main}>${viewOf(parts, query)}</main>
+    <main id="main" tabindex="-1" ref=${main}>${viewOf(parts)}</main>
     ${help && html`<${Help} close=${() => setHelp(false)} />`}`;
 }
 
-function viewOf(parts, query) {
-  const [kind, id, what, part] = parts;
-  if (!kind && exported()?.run) return html`<${RunPage} key=${exported().run} run=${exported().run} />`;
-  if (!kind || kind === "runs") return html`<${RunsPage} />`;
-  if (kind === "run" && what === "iteration" && part) return html`<${IterationPage} key=${`${id}/${part}`} run=${id} iteration=${part} />`;
-  if (kind === "run" && what === "task" && part) return html`<${TaskPage} key=${`${id}/${part}`} run=${id} task=${part} />`;
-  if (kind === "run" && id) return html`<${RunPage} key=${id} run=${id} />`;
-  if (kind === "group" && id) return html`<${GroupPage} key=${id} group=${id} />`;
-  if (kind === "episode" && id) return html`<${EpisodePage} key=${id} episode=${id} />`;
-  if (kind === "compare") return html`<${ComparePage} query=${query} />`;
-  if (kind === "sql") return html`<${SqlPage} />`;
-  return html`<h1>Not found</h1><div class="problem" role="alert"><strong>There is no such place: ${visible(parts.join("/")).slice(0, 100)}.</strong> <${Link} to=${[]}>All runs<//></div>`;
+/** The view of the place that the address names. */
+function viewOf(parts) {
+  for (const { path, view } of ROUTES) {
+    const words = path.split("/").filter(Boolean);
+    const isIt = words.length === parts.length && words.every((word, index) => word.startsWith(":") || word === parts[index]);
+    if (isIt) return view(Object.fromEntries(words.map((word, index) => [word.replace(":", ""), parts[index]])));
+  }
+  return html`<${NotFound} address=${parts.join("/")} />`;
+}
+
+function NotFound({ address }) {
+  useTitle("not found");
+  return html`<h1>Not found</h1><div class="problem" role="alert"><strong>This page has no address ${visible(address).slice(0, 100)}.</strong> <${Link} to=${[]}>all runs<//></div>`;
 }
 
 function Head({ help, toContent }) {
@@ -139,11 +156,7 @@ function pressKey(key, toggleHelp) {
     "/": () => focusOn("[data-search]"),
     "?": toggleHelp,
     d: toggleTheme,
-    "[": () => follow("prev"),
-    "]": () => follow("next"),
-    n: () => follow("list-next"),
-    p: () => follow("list-prev"),
-    u: () => follow("up"),
+    ...Object.fromEntries(Object.entries(LINK_KEYS).map(([rel, key]) => [key, () => follow(rel)])),
     "g r": () => go(href([])),
     "g s": () => go(href(["sql"])),
     "g c": () => go(href(["compare"])),

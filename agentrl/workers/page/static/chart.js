@@ -7,7 +7,7 @@ import { compact, minus, moment, number } from "./format.js";
 import { useTheme } from "./theme.js";
 import { useWidth } from "./ui.js";
 
-const HEIGHT = 190;
+const HEIGHT = 206;
 const WIDE_HEIGHT = 420;
 const COLORS = ["--line-1", "--line-2", "--line-3", "--line-4", "--line-5", "--line-6", "--line-7", "--line-8"];
 const WHOLE = Array.from({ length: 17 }, (_, power) => [1, 2, 5].map((each) => each * 10 ** power)).flat();
@@ -169,6 +169,7 @@ function chartOptions({ width, height, log, xIsTime, whole, sync, range, weight,
     series.push(lineStyle(line, role, color));
   });
   const axis = { stroke: css("--quiet"), grid: { stroke: css("--rule"), width: 1 }, ticks: { stroke: css("--rule"), width: 1, size: 4 }, font: "11px system-ui, sans-serif" };
+  const named = { label: state.current.xLabel, labelSize: 18, labelGap: 0, labelFont: "12px system-ui, sans-serif" };
   const dense = (_, splits) => splits.map((value) => (value === null ? "" : tick(value)));
   return {
     width,
@@ -177,7 +178,7 @@ function chartOptions({ width, height, log, xIsTime, whole, sync, range, weight,
     padding: [8, xIsTime ? 34 : 10, 0, 0],
     scales: { x: { time: xIsTime, range: range || ends }, y: log ? { distr: 3, range: roomyLog } : { range: roomy } },
     axes: [
-      { ...axis, ...(xIsTime ? { values: clock, space: 90, size: 42 } : { values: dense, size: 30, ...(whole.x ? { incrs: WHOLE } : {}) }) },
+      { ...axis, ...named, ...(xIsTime ? { values: clock, space: 90, size: 42 } : { values: dense, size: 30, ...(whole.x ? { incrs: WHOLE } : {}) }) },
       { ...axis, size: 52, ...(log ? { splits: logPlaces, values: logTicks, filter: (_, places) => places } : { values: dense, ...(whole.y ? { incrs: WHOLE } : {}) }) },
     ],
     series,

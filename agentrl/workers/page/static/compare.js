@@ -1,12 +1,12 @@
 // @ts-check
 // Two evaluations, task by task: is the difference more than chance? And two runs: what differs in config, numbers, tasks, transcripts.
 
-import { html, useEffect } from "./vendor/preact.js";
+import { html } from "./vendor/preact.js";
 import { path } from "./data.js";
 import { TranscriptBeside } from "./episode.js";
 import { json, lastPart, number, plural, seconds, visible } from "./format.js";
 import { href, readRoute, useChoice } from "./route.js";
-import { Asked, Badge, Facts, Link, Select, Table, useData } from "./ui.js";
+import { Asked, Badge, Facts, Link, Select, Table, useData, useTitle } from "./ui.js";
 
 const SIDES = [["", "all"], ["worse", "worse in B"], ["better", "better in B"]];
 
@@ -15,10 +15,9 @@ export function ComparePage() {
   const [b, setB] = useChoice("b");
   const evals = useData(path("evals", { size: 200 }));
   const found = useData(a && b ? path("compare", { a, b }) : null);
-  useEffect(() => {
-    document.title = "agentrl: compare";
-  }, []);
-  return html`<h1>Compare</h1>
+  useTitle("compare");
+  return html`<h1>Compare two evaluations</h1>
+    <p class="quiet">To compare runs, choose them in <a href=${href([])}>the list of runs</a>.</p>
     <${Asked} of=${evals} what="the evaluations">${({ rows }) => (rows.length < 2 ? html`<p class="quiet">There are fewer than two evaluations. Make one: agentrl eval --policy RUN</p>` : html`
       ${!(a && b) && html`<${Beginning} rows=${rows} />`}
       <div class="controls"><${EvalChoice} label="A" rows=${rows} value=${a} set=${setA} /><${EvalChoice} label="B" rows=${rows} value=${b} set=${setB} /></div>`)}<//>
@@ -28,8 +27,8 @@ export function ComparePage() {
 /** What to choose, and the two newest evaluations on the same tasks. */
 function Beginning({ rows }) {
   const pair = newestPair(rows);
-  return html`<p>Choose two evaluations on the same tasks: as A what was there before, as B what is to be better. The difference is B − A, task by task.</p>
-    ${pair && html`<p>The newest two of one dataset: <${Link} to=${["compare"]} query=${{ a: pair[0].id, b: pair[1].id }}>${evalName(pair[0])} with ${evalName(pair[1])}<//>, on ${lastPart(pair[0].dataset)} ${visible(pair[0].split)}.</p>`}`;
+  return html`<p>Choose two evaluations on the same tasks: A is the baseline, B the policy that should be better. The difference is B − A, task by task.</p>
+    ${pair && html`<p>The two newest evaluations of one dataset: <${Link} to=${["compare"]} query=${{ a: pair[0].id, b: pair[1].id }}>${evalName(pair[0])} with ${evalName(pair[1])}<//>, on ${lastPart(pair[0].dataset)} ${visible(pair[0].split)}.</p>`}`;
 }
 
 function newestPair(rows) {
@@ -59,12 +58,12 @@ function Comparison({ data }) {
   const m = data.measures;
   const sign = { worse: -1, better: 1 }[side];
   const shown = sign ? data.tasks.filter((row) => row.difference * sign > 0) : data.tasks;
-  return html`${m ? html`<p class="verdict">B − A = <b>${number(m.difference, 4)}</b> ${interval(m)}, p = <b>${number(m.p_value, 3)}</b> <span class="quiet">(${visible(m.method)}${m.interval_by ? `; interval by ${visible(m.interval_by)}` : ""}${isSame(m, data.right) ? "; what is right differs by the same" : ""})</span></p>` : html`<p class="verdict">Their rewards are not the same, so there is no difference of them.</p>`}
+  return html`${m ? html`<p class="verdict">Mean reward: B − A = <b>${number(m.difference, 4)}</b>${interval(m)}, p = <b>${number(m.p_value, 3)}</b> <span class="quiet">(${visible(m.method)} test${m.interval_by ? `; interval by ${visible(m.interval_by)}` : ""}${isSame(m, data.right) ? "; the share of right answers differs by the same number" : ""})</span></p>` : html`<p class="verdict">Their rewards are not the same, so there is no difference of them.</p>`}
     <${Facts} of=${[
       ["A", sideOf(data.a)],
       ["B", sideOf(data.b)],
       ...(m ? [["better on", plural(m.won, "task")], ["worse on", plural(m.lost, "task")], ["the same on", plural(m.tied, "task")]] : []),
-      ["right", data.right && !isSame(m, data.right) ? html`${number(data.right.difference, 3)} ${interval(data.right)}, p = ${number(data.right.p_value, 3)}` : null],
+      ["share of right answers", data.right && !isSame(m, data.right) ? html`${number(data.right.difference, 3)}${interval(data.right)}, p = ${number(data.right.p_value, 3)}` : null],
     ]} />
     ${(data.remarks || []).map((remark, index) => html`<p key=${index} class="warn">${visible(remark)}</p>`)}
     <div class="controls"><${Select} label="tasks" value=${side} onChange=${setSide} options=${SIDES} /><span class="quiet" role="status">${plural(shown.length, "task")}${sign ? ` of ${number(data.tasks.length)}` : ""}, the greatest difference first</span></div>
@@ -95,7 +94,7 @@ function sideOf(side) {
 }
 
 function interval({ low, high }) {
-  return low === null || low === undefined ? "" : `[${number(low, 3)}, ${number(high, 3)}]`;
+  return low === null || low === undefined ? "" : `, 95 % interval ${number(low, 3)} to ${number(high, 3)}`;
 }
 
 /** Whether what is right differs by the same number as the reward. */
@@ -121,12 +120,12 @@ function sideColumns(data, cell) {
 
 function Numbers({ data }) {
   const value = (row, key) => (typeof row[key] === "string" ? html`<${Badge} is=${row[key]} />` : row.name.endsWith("seconds") ? seconds(row[key]) : number(row[key], 4));
-  const columns = [{ key: "name", label: "number", cell: (row) => row.name.replaceAll("_", " ") }, ...sideColumns(data, value)];
+  const columns = [{ key: "name", label: "at the end", cell: (row) => row.name }, ...sideColumns(data, value)];
   return html`<section><h2>Final numbers</h2><${Table} caption="Final numbers" columns=${columns} rows=${data.numbers} rowKey=${(row) => row.name} /></section>`;
 }
 
 function ConfigDifference({ data }) {
-  const columns = [{ key: "key", label: "key", cell: (row) => html`<code>${visible(row.key)}</code>` }, ...sideColumns(data, (row, key) => html`<code>${visible(json(row[key])).slice(0, 400)}</code>`)];
+  const columns = [{ key: "key", label: "config key", cell: (row) => html`<code>${visible(row.key)}</code>` }, ...sideColumns(data, (row, key) => html`<code>${visible(json(row[key])).slice(0, 400)}</code>`)];
   return html`<section><h2>Config</h2><${Table} caption="Config values that differ" columns=${columns} rows=${data.config} rowKey=${(row) => row.key} empty="Their configs are the same." /></section>`;
 }
 

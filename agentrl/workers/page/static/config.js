@@ -18,7 +18,7 @@ export function ConfigView({ run, told }) {
     { key: "origin", label: "from", cell: (row) => html`<span class=${row.origin === "default" ? "quiet" : ""}>${visible(row.origin)}</span>` },
   ];
   return html`<div class="controls">
-      <${Search} value=${find} onChange=${setFind} label="Key" />
+      <${Search} value=${find} onChange=${setFind} label="Search by key" />
       <label class="select"><span>show</span><select value=${which} onChange=${(event) => setWhich(event.currentTarget.value)}><option value="chosen">what was chosen</option><option value="all">everything</option></select></label>
       ${!exported() && html`<${AddRun} ids=${[String(run)]} label="compare with another run" setOthers=${(others) => go(href(["run", run], { with: others }))} />`}
     </div>

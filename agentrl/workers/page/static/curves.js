@@ -17,9 +17,9 @@ const CHARTS = [
   { key: "clip_fraction", title: "clipped tokens", note: "share of the tokens", columns: [["clip_fraction", ""]] },
   { key: "grad_norm", title: "gradient norm", columns: [["grad_norm", ""]] },
   { key: "value", title: "value", columns: [["value_loss", "loss"], ["explained_variance", "explained variance"]] },
-  { key: "length", title: "tokens of an episode", columns: [["length", ""]] },
+  { key: "length", title: "tokens per episode", note: "sampled ones", columns: [["length", ""]] },
   { key: "tool_error_rate", title: "failed tool calls", note: "share of the calls", columns: [["tool_error_rate", ""]] },
-  { key: "flat", title: "groups", columns: [["groups", "all"], ["flat_groups", "without variance"], ["dropped_groups", "dropped"]] },
+  { key: "flat", title: "groups", columns: [["groups", "all"], ["flat_groups", "with equal rewards"], ["dropped_groups", "dropped"]] },
   { key: "trainable", title: "episodes", columns: [["episodes", "planned"], ["trainable", "usable"]] },
   { key: "seconds", title: "seconds", columns: [["seconds", "iteration"], ["rollout_seconds", "rollout"], ["update_seconds", "update"]] },
   { key: "mfu", title: "model FLOPs utilisation of the update", note: "share of the GPU's peak", columns: [["mfu", ""]] },
@@ -40,9 +40,9 @@ export function CurvesView({ run, name, version, fresh, events }) {
   const ids = [String(run), ...others.split(",").filter((each) => /^\d+$/.test(each) && each !== String(run))].slice(0, 8);
   const weight = Math.min(0.98, Math.max(0, Number(smooth) || 0));
   return html`<div class="controls">
-      <${Select} label="x" value=${axis} onChange=${setAxis} options=${[["iteration", "iteration"], ["tokens", "tokens"], ["time", ids.length > 1 ? "minutes from the start" : "time"]]} />
+      <${Select} label="x axis" value=${axis} onChange=${setAxis} options=${[["iteration", "iteration"], ["tokens", "tokens"], ["time", ids.length > 1 ? "minutes from the start" : "time"]]} />
       <label class="select"><span>smoothing</span><input type="range" min="0" max="0.98" step="0.02" value=${weight} onInput=${(event) => setSmooth(event.currentTarget.value)} /><output>${weight || "none"}</output></label>
-      <label><input type="checkbox" checked=${Boolean(log)} onChange=${(event) => setLog(event.currentTarget.checked ? "1" : "")} /> log</label>
+      <label><input type="checkbox" checked=${Boolean(log)} onChange=${(event) => setLog(event.currentTarget.checked ? "1" : "")} /> log scale</label>
       ${!exported() && html`<${AddChart} added=${added} setAdded=${setAdded} />`}
       ${!exported() && html`<${AddRun} ids=${ids} setOthers=${setOthers} />`}
     </div>
@@ -52,11 +52,6 @@ export function CurvesView({ run, name, version, fresh, events }) {
 /** The reward with the held-out evaluations, as wide as the page. */
 export function RewardChart({ run, name, version, fresh, events }) {
   return html`<${SeveralCurves} ids=${[String(run)]} name=${name} version=${version} fresh=${fresh} axis="iteration" weight=${0} log=${false} events=${events} added="" only="reward" />`;
-}
-
-/** The values of each column, with what came live. */
-export function columnsByName(curves, fresh) {
-  return columnsOf(mergeFresh(curves, fresh), "iteration", false).of;
 }
 
 function SeveralCurves({ only = "",  ids, name, version, fresh, axis, weight, log, events, added, setOthers, setAdded }) {
@@ -102,7 +97,7 @@ function ChartGrid({ runs, axis, weight, log, events, added, setAdded, only }) {
   const wide = only || chosen;
   const tables = useMemo(() => runs.map((run) => ({ ...run, ...columnsOf(run.curves, axis, runs.length > 1) })), [runs.map((run) => run.curves), axis]);
   const marks = runs.length === 1 ? marksOf(events || [], tables[0]) : [];
-  const xLabel = axis === "time" && runs.length > 1 ? "minutes" : axis;
+  const xLabel = axis === "tokens" ? "tokens read and sampled" : axis === "time" && runs.length > 1 ? "minutes from the start" : axis;
   const common = { weight, log, xLabel, xIsTime: axis === "time" && runs.length === 1, marks, wide, setWide: only ? undefined : setWide, onPick: (x) => openAt(tables, x) };
   const shown = CHARTS.filter(({ key }) => !only || key === only).map((chart) => ({ chart, lines: linesOf(chart, tables) })).filter(({ lines }) => lines.some((line) => line.y.some((value) => Number.isFinite(value))));
   const folds = ({ chart, lines }) => !unchanged && !only && chart.key !== "reward" && constantsOf(lines).length === lines.length;
@@ -158,7 +153,7 @@ function noteOf(chart, tables) {
   const [first] = drawnColumns(chart, tables);
   const which = tables.length > 1 && chart.columns.length > 1 && first ? first[1] : "";
   const band = tables.length === 1 && first?.[2] && tables[0].of[first[2]]?.some(Number.isFinite) ? "band: one standard deviation" : "";
-  return [which, band, chart.note].filter(Boolean).join("; ");
+  return [which, band, chart.note, chart.evals ? "a click opens the iteration" : ""].filter(Boolean).join("; ");
 }
 
 /** The columns by name and each iteration's place on the axis; `origin` is the place before the first one. */

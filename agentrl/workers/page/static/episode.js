@@ -1,32 +1,40 @@
 // @ts-check
 // An episode: its transcript, its tokens, why it has the reward and the advantage it has, where it came from and went.
 
-import { html, useEffect, useState } from "./vendor/preact.js";
+import { html, useState } from "./vendor/preact.js";
 import { CommandOrButton } from "./actions.js";
 import { ask, exported, isThere, path } from "./data.js";
 import { json, number, plural, seconds, visible } from "./format.js";
 import { WithinList } from "./evidence.js";
 import { readRoute, useChoice } from "./route.js";
 import { TokensView, useTurnTokens } from "./tokens.js";
-import { Asked, Badge, Facts, Fold, Link, Problem, Tabs, Text, useData } from "./ui.js";
+import { Asked, Badge, Facts, Fold, KeyLink, Link, Problem, SecondsBar, Tabs, Text, useData, useTitle } from "./ui.js";
 
 const TEXT_PAGE = 200000;
 const FIRST_TOKENS = 4096;
+/** The commands of an episode, in their order, each with what it is for. */
+const COMMANDS = {
+  verify: "Verify that the recorded tokens, tool results and rewards can be computed again:",
+  why: "Explain the advantage in the terminal:",
+  whatif: "Compute the advantages by another algorithm:",
+  rescore: "Score the run by another reward:",
+  fork: "Sample again from a turn on:",
+  export: "Write the episode into one file:",
+};
 const ACTED = ["verify", "fork", "rescore", "whatif"];
 
 export function EpisodePage({ episode }) {
   const found = useData(path(`episodes/${episode}`));
-  return html`<${Asked} of=${found} what="the episode">${(data) => html`<${EpisodeView} data=${data} />`}<//>`;
+  useTitle(`episode ${episode}`);
+  return html`<${Asked} of=${found} what="the episode" title=${`Episode ${visible(episode)}`}>${(data) => html`<${EpisodeView} data=${data} />`}<//>`;
 }
 
 function EpisodeView({ data }) {
   const { episode: row } = data;
   const [tab] = useChoice("tab", "transcript");
   const [list] = useChoice("list");
-  useEffect(() => {
-    document.title = `agentrl: episode ${row.id}`;
-  }, [row.id]);
-  const tabs = [["transcript", "transcript", lengthOf(data, row).turns], ["tokens", "tokens", lengthOf(data, row).tokens], ["why", "why"], ...(data.annotations?.length ? [["said", "annotations", data.annotations.length]] : [])];
+  const counts = { transcript: lengthOf(data, row).turns, tokens: lengthOf(data, row).tokens, said: data.annotations?.length };
+  const tabs = Object.entries(EPISODE_TABS).filter(([name]) => name !== "said" || counts.said).map(([name, { label }]) => [name, label, counts[name]]);
   return html`<nav class="crumbs" aria-label="Where this is"><${Link} to=${[]}>runs<//><${Link} to=${["run", row.run_id]}>${visible(row.run)}<//><${Link} to=${["run", row.run_id, "iteration", row.iteration]}>iteration ${row.iteration}<//><${Link} to=${["group", row.group_id]} rel="up">group ${row.group_id}<//><span>episode ${row.id}</span></nav>
     <div class="row base"><h1>Episode ${row.id}</h1> <${Badge} is=${row.status} />
       ${row.stop_reason && row.stop_reason !== "answered" ? html`<span class="warn">${visible(row.stop_reason).replaceAll("_", " ")}</span>` : ""}
@@ -36,11 +44,19 @@ function EpisodeView({ data }) {
     </div>
     ${row.error && html`<p class="bad">${visible(row.error_class)}: ${visible(row.error)}</p>`}
     <${EpisodeFacts} data=${data} row=${row} />
-    <${SecondsBar} data=${data} row=${row} />
+    <${EpisodeSeconds} data=${data} row=${row} />
     <${Waterfall} data=${data} row=${row} />
     <${Tabs} name="tab" tabs=${tabs} chosen=${tab} />
-    ${tab === "tokens" ? html`<${TokensView} episode=${row.id} row=${row} />` : tab === "why" ? html`<${WhyView} data=${data} row=${row} />` : tab === "said" ? html`<${Said} rows=${data.annotations} />` : html`<${Transcript} data=${data} row=${row} />`}`;
+    ${(EPISODE_TABS[tab] || EPISODE_TABS.transcript).view(data, row)}`;
 }
+
+/** The tabs of an episode, in their order. */
+export const EPISODE_TABS = {
+  transcript: { label: "transcript", view: (data, row) => html`<${Transcript} data=${data} row=${row} />` },
+  tokens: { label: "tokens", view: (data, row) => html`<${TokensView} episode=${row.id} row=${row} />` },
+  why: { label: "why this reward", view: (data, row) => html`<${WhyView} data=${data} row=${row} />` },
+  said: { label: "annotations", view: (data) => html`<${Said} rows=${data.annotations || []} />` },
+};
 
 /** Its turns and tokens with those that it has from a parent, and each token that chains share counted in each. */
 function lengthOf({ chains, turns }, row) {
@@ -50,8 +66,8 @@ function lengthOf({ chains, turns }, row) {
 
 /** Its siblings before and after it. */
 function Beside({ previous, next }) {
-  const link = (id, rel, text) => id !== null && isThere(path(`episodes/${id}`)) && html`<${Link} to=${["episode", id]} query=${keepTab()} rel=${rel}>${text}<//>`;
-  return html`${link(previous, "prev", "← sibling")} ${link(next, "next", "sibling →")}`;
+  const link = (id, rel, text) => id !== null && isThere(path(`episodes/${id}`)) && html`<${KeyLink} to=${["episode", id]} query=${keepTab()} rel=${rel}>${text}<//>`;
+  return html`${link(previous, "prev", "← previous sibling")} ${link(next, "next", "next sibling →")}`;
 }
 
 function keepTab() {
@@ -64,11 +80,11 @@ function EpisodeFacts({ data, row }) {
   return html`<${Facts} of=${[
     ["task", html`<${Link} to=${["run", row.run_id, "task", data.task.id]}>${visible(row.task).slice(0, 120)}<//>`],
     ["reward", html`<b>${number(row.reward, 4)}</b>${data.rewards?.length > 1 ? html` <span class="quiet">${rewardParts(data.rewards)}</span>` : ""}`],
-    ["advantage", number(row.advantage, 4)],
+    ["advantage", row.advantage === null ? null : number(row.advantage, 4)],
     ["answer", visible(row.final_answer).slice(0, 200)],
     ["reference", visible(row.reference).slice(0, 200)],
-    ["fate", typeof fate === "string" ? html`<${Badge} is=${fate} />` : null],
-    ["version", `${row.policy_version}${row.staleness ? `, ${plural(row.staleness, "version")} behind` : ""}`],
+    ["outcome", typeof fate === "string" ? html`<${Badge} is=${fate} />` : null],
+    ["sampled by", `version ${row.policy_version}${row.staleness ? `, ${number(row.staleness)} behind` : ""}`],
     ["turns", number(row.steps)],
     ["tokens", `${number(row.prompt_tokens)} read, ${number(row.sampled_tokens)} sampled`],
     ["calls", `${number(row.tool_calls)}${row.tool_errors ? `, ${number(row.tool_errors)} failed` : ""}`],
@@ -81,8 +97,8 @@ function EpisodeFacts({ data, row }) {
   ${data.forks?.length > 0 && html`<p class="quiet">forks: ${data.forks.map((fork, index) => html`${index > 0 && ", "}<${Link} to=${["episode", fork.id]}>${fork.id}<//> at turn ${fork.step} (${number(fork.reward, 3)})`)}</p>`}`;
 }
 
-/** Where the seconds of an episode went, as a bar; what no part explains is waiting. */
-function SecondsBar({ data, row }) {
+/** Where the seconds of an episode went; what no part explains is waiting. */
+function EpisodeSeconds({ data, row }) {
   if (!row.seconds || data.next_turn !== null) return null;
   const calls = data.turns.flatMap((turn) => turn.calls);
   const sum = (rows, name) => rows.reduce((all, each) => all + (each[name] || 0), 0);
@@ -93,11 +109,7 @@ function SecondsBar({ data, row }) {
     ["judging", sum(data.grades || [], "seconds"), "w-agent"],
   ];
   const rest = row.seconds - known.reduce((all, [, value]) => all + value, 0);
-  const parts = [...known, ["waiting for siblings, batches and messages", Math.max(0, rest), "f-open"]].filter(([, value]) => value > 0);
-  const words = parts.map(([name, value]) => `${name} ${seconds(value)}`).join(", ");
-  const whole = parts.reduce((all, [, value]) => all + value, 0);
-  return html`<div class="bar seconds-bar" role="img" aria-label=${`Of ${seconds(row.seconds)}: ${words}`}>${parts.map(([name, value, kind]) => html`<span key=${name} class=${kind} style=${{ width: `${(100 * value) / whole}%` }} title=${`${name}: ${seconds(value)}`}></span>`)}</div>
-    <p class="legend">${parts.map(([name, value, kind]) => html`<span key=${name}><i class=${`swatch ${kind}`}></i>${name} ${seconds(value)}</span>`)}</p>`;
+  return html`<${SecondsBar} parts=${[...known, ["waiting for siblings, batches and messages", Math.max(0, rest), "f-open"]].filter(([, value]) => value > 0)} />`;
 }
 
 const MAX_SPANS = 500;
@@ -267,5 +279,5 @@ function WhyView({ data, row }) {
     ${data.read_by.filter((each) => !isOwn(each)).map((each) => html`<p key=${`${each.run_id} ${each.iteration}`}>The update of <${Link} to=${["run", each.run_id, "iteration", each.iteration]}>iteration ${each.iteration} of ${visible(each.run)}<//>, with advantage ${number(each.advantage, 4)}${each.skipped ? ` (it took no step: ${visible(each.skipped)})` : ""}.</p>`)}
     ${untrained.length > 0 && html`<h2>Turns that no update trains on</h2><ul>${untrained.map((turn) => html`<li key=${turn.step}>turn ${turn.step}: ${visible(turn.why_not)}</li>`)}</ul>`}
     ${data.resources.length > 0 && html`<h2>Texts it worked with</h2><p>${data.resources.map((each) => `${visible(each.name)}@${each.version}`).join(", ")} <${Link} to=${["run", row.run_id]} query=${{ tab: "prompts" }}>all versions<//></p>`}
-    ${!exported() && html`<h2>To ask further</h2>${["verify", "why", "whatif", "rescore", "fork", "export"].filter((kind) => data.commands[kind]).map((kind) => html`<${CommandOrButton} key=${kind} line=${data.commands[kind]} kind=${ACTED.includes(kind) ? kind : null} body=${{ episode: row.id }} />`)}`}`;
+    ${!exported() && html`<h2>What to do next</h2>${Object.keys(COMMANDS).filter((kind) => data.commands[kind]).map((kind) => html`<p class="quiet">${COMMANDS[kind]}</p><${CommandOrButton} key=${kind} line=${data.commands[kind]} kind=${ACTED.includes(kind) ? kind : null} body=${{ episode: row.id }} />`)}`}`;
 }

@@ -5,7 +5,7 @@ import { html } from "./vendor/preact.js";
 import { exported, path } from "./data.js";
 import { number, plural, seconds, visible } from "./format.js";
 import { href, useChoice, useRoute } from "./route.js";
-import { Asked, Badge, Chips, Link, More, openable, Search, Select, Table, useData, useMore } from "./ui.js";
+import { Asked, Badge, Chips, KeyLink, Link, More, openable, Search, Select, Table, useData, useMore } from "./ui.js";
 
 const CHIPS = [
   ["solved", "outcome=solved", "Episodes that are right"],
@@ -23,11 +23,11 @@ const CELLS = {
   question: { wide: true, cell: (row) => html`${visible(row.question).slice(0, 200)} <span class="quiet">${visible(row.task).slice(0, 60)}</span>` },
   answer: { wide: true, cell: (row) => visible(row.final_answer).slice(0, 160) },
   reference: { cell: (row) => visible(row.reference).slice(0, 80) },
-  reward: { number: true, cell: (row) => html`<b>${number(row.reward, 3)}</b>${partSums(row.parts).map(([part, value]) => html`<div key=${part} class="quiet">${part} ${number(value, 3)}</div>`)}` },
-  failed_call: { cell: errorOf },
+  reward: { number: true, always: true, cell: (row) => html`<b>${number(row.reward, 3)}</b>${partSums(row.parts).map(([part, value]) => html`<div key=${part} class="quiet">${part} ${number(value, 3)}</div>`)}` },
+  failed_call: { narrow: true, cell: errorOf },
   fate: { cell: fateOf },
   steps: { number: true, cell: (row) => number(row.steps) },
-  calls: { number: true, cell: (row) => `${number(row.tool_calls)}${row.tool_errors ? ` (${row.tool_errors} failed)` : ""}` },
+  calls: { number: true, cell: (row) => `${number(row.tool_calls)}${row.tool_errors ? `, ${row.tool_errors} failed` : ""}` },
   tokens: { number: true, cell: (row) => number(row.sampled_tokens) },
   seconds: { number: true, cell: (row) => seconds(row.seconds) },
 };
@@ -41,7 +41,16 @@ export function EvidenceTable({ run, version, fixed = {}, hidden = [] }) {
   const to = exported() ? {} : { list: new URLSearchParams({ run, ...fixed, ...filter }).toString() };
   const columnsOf = (data) => data.columns.filter(({ key }) => !hidden.includes(key)).map(({ key, title, meaning, sort: order }) => ({ key, label: title, title: meaning, sort: order, ...CELLS[key], cell: (row) => CELLS[key].cell(row, to) }));
   return html`${!exported() && html`<${Filters} run=${run} fixed=${fixed} />`}
-    <${Asked} of=${found} what="the episodes">${(data) => html`<${Table} caption="Episodes" columns=${columnsOf(data)} rows=${found.rows} rowKey=${(row) => row.id} to=${(row) => openable(["episode", row.id], to)} sort=${sort || "id"} onSort=${exported() ? undefined : (next) => setSort(next === "id" ? "" : next)} empty=${found.next ? "None so far." : "No episode matches."} /><${More} of=${found} />`}<//>`;
+    <${Asked} of=${found} what="the episodes">${(data) => html`<${Table} caption="Episodes" columns=${columnsOf(data)} rows=${found.rows} rowKey=${(row) => row.id} to=${(row) => openable(["episode", row.id], to)} sort=${sort || "id"} onSort=${exported() ? undefined : (next) => setSort(next === "id" ? "" : next)} empty=${html`<${NoEpisode} isFiltered=${Object.keys(filter).some((name) => name !== "sort")} more=${Boolean(found.next)} />`} /><${More} of=${found} />`}<//>`;
+}
+
+/** What is said where no episode is listed: how to see all of them, if a filter hides them. */
+function NoEpisode({ isFiltered, more }) {
+  const { parts, query } = useRoute();
+  if (more) return "None so far.";
+  if (!isFiltered) return "No episode was sampled yet.";
+  const rest = Object.fromEntries(Object.entries(query).filter(([name]) => !FILTERS.includes(name)));
+  return html`No episode matches the filters. <a href=${href(parts, rest)}>show all episodes</a>`;
 }
 
 function Filters({ run, fixed }) {
@@ -58,10 +67,10 @@ function Filters({ run, fixed }) {
     <${Chips} chips=${CHIPS} label="Filters" />
     ${group && html`<button type="button" class="chip" aria-pressed="true" title="Episodes with the same texts as this group" onClick=${() => setGroup("")}>texts of group ${visible(group)}</button>`}
     ${kinds.length > 0 && html`<${Select} label="error" value=${kind} onChange=${setKind} options=${[["", "any"], ...kinds.map(([name, count]) => [name, `${visible(name)} (${number(count)})`])]} />`}
-    <${Select} label="what became of it" value=${fate} onChange=${setFate} options=${FATES.map((each) => [each, each.replaceAll("_", " ") || "all"])} />
+    <${Select} label="outcome" value=${fate} onChange=${setFate} options=${FATES.map((each) => [each, each.replaceAll("_", " ") || "all"])} />
     <${Select} label="status" value=${status} onChange=${setStatus} options=${STATUSES.map((each) => [each, each.replace("_", " ") || "all"])} />
-    <${Bound} label="reward from" value=${least} onChange=${setLeast} /><${Bound} label="to" value=${most} onChange=${setMost} />
-    <${Search} value=${text} onChange=${setText} label="In messages, arguments, results" />
+    <span class="one-line"><${Bound} label="reward from" value=${least} onChange=${setLeast} /> <${Bound} label="to" value=${most} onChange=${setMost} /></span>
+    <${Search} value=${text} onChange=${setText} label="Search messages, arguments, results" />
   </div>`;
 }
 
@@ -90,7 +99,7 @@ export function errorOf(row) {
 
 function fateOf(row) {
   const stopped = row.stop_reason && row.stop_reason !== "answered";
-  return html`<${Badge} is=${row.status === "done" && row.fate ? row.fate : row.status} />${row.advantage !== null && html` <span class="quiet">${row.advantage > 0 ? "+" : ""}${number(row.advantage, 2)}</span>`}${stopped && html` <span class="warn">${visible(row.stop_reason).replaceAll("_", " ")}</span>`}${row.tainted && html` <span class="warn">tainted</span>`}`;
+  return html`<span class="one-line"><${Badge} is=${row.status === "done" && row.fate ? row.fate : row.status} />${row.advantage ? html` <span class="quiet" title="advantage">${row.advantage > 0 ? "+" : ""}${number(row.advantage, 2)}</span>` : ""}</span>${stopped && html` <span class="warn">${visible(row.stop_reason).replaceAll("_", " ")}</span>`}${row.tainted && html` <span class="warn">tainted</span>`}`;
 }
 
 /** The way to the next and the previous episode of the list from which an episode was opened. */
@@ -99,16 +108,19 @@ export function WithinList({ episode, list, keep }) {
   const known = /^\d+$/.test(run);
   const { data } = useData(known ? path(`runs/${run}/episodes/${episode}/beside`, filter) : null);
   if (!known) return null;
-  const link = (id, rel, text) => (id ? html`<${Link} to=${["episode", id]} query=${{ ...keep, list }} rel=${rel}>${text}<//>` : html`<span class="quiet">${text}</span>`);
+  const link = (id, rel, text) => (id ? html`<${KeyLink} to=${["episode", id]} query=${{ ...keep, list }} rel=${rel}>${text}<//>` : html`<span class="quiet">${text}</span>`);
   const { iteration, task_id: task, ...chosen } = filter;
   const place = iteration ? ["run", run, "iteration", iteration] : task ? ["run", run, "task", task] : ["run", run];
-  const words = Object.entries(chosen).filter(([name]) => name !== "sort").map(([name, value]) => (value === "1" || value === "true" || name === "texts_of" ? name : value).replaceAll("_", " "));
-  return html`<span class="within">${link(data?.previous, "list-prev", "← p")} <a href=${href(place, { ...(place.length === 2 ? { tab: "episodes" } : {}), ...chosen })} rel="list">list${words.length ? `: ${visible(words.join(", ")).slice(0, 60)}` : ""}</a> ${link(data?.next, "list-next", "n →")}</span>`;
+  const words = Object.entries(chosen).filter(([name]) => name !== "sort").map(([name, value]) => CHIPS.find(([, choice]) => choice === `${name}=${value}`)?.[0] || `${name} ${value}`.replaceAll("_", " "));
+  return html`<span class="within">${link(data?.previous, "list-prev", "← previous")} <a href=${href(place, { ...(place.length === 2 ? { tab: "episodes" } : {}), ...chosen })} rel="list">in the list${words.length ? `: ${visible(words.join(", ")).slice(0, 60)}` : ""}</a> ${link(data?.next, "list-next", "next →")}</span>`;
 }
 
-/** A few episodes with their texts, for an overview: `rows` are pairs of a title and a row of evidence. */
+/** A few episodes with their texts, for an overview: `rows` are pairs of a title and a row of evidence. An episode with several
+ * titles is there once. */
 export function Examples({ rows }) {
-  return html`<ul class="examples">${rows.filter(([, row]) => row).map(([title, row]) => html`<li key=${title} class="cell" data-row=${openable(["episode", row.id])}>
+  const byEpisode = Map.groupBy(rows.filter(([, row]) => row), ([, row]) => row.id);
+  const once = [...byEpisode.values()].map((its) => [its.map(([title]) => title).join(" and "), its[0][1]]);
+  return html`<ul class="examples">${once.map(([title, row]) => html`<li key=${row.id} class="cell" data-row=${openable(["episode", row.id])}>
     <div><b>${title}</b> <${Link} to=${["episode", row.id]}>episode ${row.id}<//> <span class="quiet">reward ${number(row.reward, 3)}, ${plural(row.steps, "turn")}, ${number(row.sampled_tokens)} tokens</span></div>
     <div>${visible(row.question).slice(0, 160)}</div>
     <div><span class="quiet">answer</span> ${visible(row.final_answer).slice(0, 120) || "–"} <span class="quiet">reference</span> ${visible(row.reference).slice(0, 80)}</div>

@@ -83,3 +83,8 @@ export function lastPart(name) {
   const text = visible(name);
   return /^(\/|\.|[a-z0-9]+:\/\/)/i.test(text) ? text.split("/").filter(Boolean).pop() || text : text;
 }
+
+/** The status of an iteration: one that is open runs only while its run does. */
+export function iterationStatus(status, runStatus) {
+  return status === "running" && ["paused", "failed", "cancelled"].includes(runStatus) ? runStatus : status;
+}

@@ -37,13 +37,15 @@ function withoutLabel(now, kind, text) {
   return withLabel(now, KEPT_AWAY[kind], text);
 }
 
-export function Labels({ run, told }) {
+/** The tags of a run, how to add one, `children`, and the notes. */
+export function Labels({ run, told, children }) {
   const can = useActions();
   const labels = useLabels(run, told);
   return html`${labels.tags.map((tag) => html`<span key=${tag} class=${`tag ${labels.isPending("tag", tag) ? "pending" : ""}`}><${Link} to=${[]} query=${{ tag }}>${visible(tag)}<//>${can && html`<${RemoveTag} tag=${tag} labels=${labels} />`}</span> `)}
-    ${!exported() && html`<${Fold} summary="label">
+    ${!exported() && html`<${Fold} summary="add a tag or a note">
       ${can ? html`<${LabelField} labels=${labels} />` : html`<div class="commands"><${Command} line=${`agentrl tag ${told.typed} good`} /><${Command} line=${`agentrl note ${told.typed} "why it is"`} /></div>`}
     <//>`}
+    ${children}
     <${Rest} labels=${labels} />`;
 }
 

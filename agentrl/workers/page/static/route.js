@@ -5,6 +5,9 @@ import { useEffect, useState } from "./vendor/preact.js";
 
 const watchers = new Set();
 
+/** The keys that follow a link, by the link's `rel`. */
+export const LINK_KEYS = { prev: "[", next: "]", "list-prev": "p", "list-next": "n", up: "u" };
+
 /** The address's parts and choices: `#/run/5/iteration/3?tab=groups` is ["run", "5", "iteration", "3"] and {tab: "groups"}. */
 export function readRoute() {
   const [where, query = ""] = location.hash.replace(/^#\/?/, "").split("?", 2);

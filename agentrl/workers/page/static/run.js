@@ -9,7 +9,7 @@ import { ConfigView } from "./config.js";
 import { CurvesView, mergeFresh } from "./curves.js";
 import { askCurves, exported, listen, path } from "./data.js";
 import { EvidenceTable } from "./evidence.js";
-import { number, plural, seconds, visible } from "./format.js";
+import { iterationStatus, number, plural, seconds, visible } from "./format.js";
 import { LanesView } from "./lanes.js";
 import { LedgerView } from "./ledger.js";
 import { Labels } from "./labels.js";
@@ -18,7 +18,7 @@ import { PromptsView } from "./prompts.js";
 import { go, href, readRoute, useChoice, useRoute } from "./route.js";
 import { Connection, ShortName } from "./runs.js";
 import { TasksView } from "./tasks.js";
-import { Asked, Badge, Command, Fold, Link, More, openable, Problem, Table, Tabs, useData, useMore, When } from "./ui.js";
+import { Asked, Badge, Command, Fold, Link, More, openable, Problem, Table, Tabs, useData, useMore, useTitle, When } from "./ui.js";
 
 const CURVE_CHOICES = ["with", "smooth", "x", "log", "charts", "wide", "unchanged"];
 const MAX_FRESH = 5000;
@@ -28,8 +28,8 @@ const MAX_TOGETHER = 8;
 export function RunPage({ run }) {
   const live = useLiveRun(run);
   const found = useData(path(`runs/${run}`), live.version);
-  if (live.gone && found.data) return html`<${Problem} error=${{ message: "This run is not in the store any more.", hint: "Somebody removed it while it was looked at." }} />`;
-  return html`<${Asked} of=${found} what="the run">${(told) => html`<${RunView} run=${run} told=${told} live=${live} />`}<//>`;
+  if (live.gone && found.data) return html`<h1>Run ${visible(run)}</h1><${Problem} error=${{ message: "This run is not in the store any more.", hint: "Somebody removed it while it was looked at." }} />`;
+  return html`<${Asked} of=${found} what="the run" title=${`Run ${visible(run)}`}>${(told) => html`<${RunView} run=${run} told=${told} live=${live} />`}<//>`;
 }
 
 /** What comes while the run is looked at. `version` changes with what is not sent along and must be asked for again. */
@@ -67,36 +67,23 @@ function RunView({ run, told, live }) {
   const ids = runsTogether(run, others);
   const row = { ...told.run, ...(live.row || {}) };
   const events = useData(path(`runs/${run}/events`, { size: 500, sort: "-id" }), live.version);
-  useEffect(() => {
-    document.title = `agentrl: ${ids.length > 1 ? `${ids.length} runs together` : row.run}`;
-  }, [row.run, ids.length]);
+  useTitle(ids.length > 1 ? `${ids.length} runs together` : row.run);
   const open = row.status === "running" || row.status === "planned";
-  const tabs = [
-    ["overview", "overview"],
-    ...(row.kind === "search" ? [] : [["curves", "curves"]]),
-    ["iterations", "iterations", row.iterations_done],
-    ["episodes", "episodes", row.episodes_done || undefined],
-    ["tasks", "tasks"],
-    ["ledger", "ledger"],
-    ["workers", "workers"],
-    ...(told.has?.annotations ? [["annotations", "annotations"]] : []),
-    ...(told.has?.prompts ? [["prompts", "prompts"]] : []),
-    ...(told.has?.evals ? [["evals", "evals"]] : []),
-    ["events", "events"],
-    ["config", "config"],
-  ];
+  const counts = { iterations: row.iterations_done || undefined, episodes: row.episodes_done || undefined };
+  const tabs = Object.keys(RUN_TABS).filter((name) => isTabThere(name, row, told)).map((name) => [name, name, counts[name]]);
   if (tab === "curves" && ids.length > 1) {
-    const charts = html`<div class="together-charts"><${RunTab} tab=${tab} run=${run} told=${told} live=${live} row=${row} events=${events} /></div>`;
-    return html`<${Together} ids=${ids} />${ids.length === 2 ? html`<${RunDifferences} ids=${ids}>${charts}<//>` : html`<p class="quiet">Choose two runs to see what differs in config, numbers, tasks and transcripts.</p>${charts}`}`;
+    const charts = html`<div class="together-charts">${RUN_TABS.curves({ run, told, live, row, events })}</div>`;
+    return html`<${Together} ids=${ids} />${ids.length === 2 ? html`<${RunDifferences} ids=${ids}>${charts}<//>` : html`<p class="quiet">With two runs, their differences in config, numbers, tasks and transcripts are here too.</p>${charts}`}`;
   }
   return html`<nav class="crumbs" aria-label="Where this is"><${Link} to=${[]} rel="up">runs<//><span>${visible(row.run)}</span></nav>
     <div class="run-head"><h1>${visible(row.run)}</h1> <${Badge} is=${row.status} title=${visible(row.reason)} /> ${open && html`<${Connection} is=${live.connected} />`} <${ShortFacts} row=${row} /></div>
-    <div class="row labels"><${Labels} run=${run} told=${told} /><${Fold} summary="facts and commands"><${RunFacts} row=${row} told=${told} /><//></div>
-    ${row.reason && html`<p class=${row.status === "failed" ? "bad" : "quiet"}>${visible(row.reason)}</p>`}
+    ${row.reason && html`<p class=${row.status === "failed" ? "bad" : "warn"}>${visible(row.reason)}</p>`}
     ${told.waits_for && html`<p class="warn" role="status">waits for ${visible(told.waits_for)}</p>`}
+    ${told.sources?.length > 0 && html`<p class="quiet">${row.kind === "eval" ? "evaluates" : "made from"} ${told.sources.map((each, index) => html`${index > 0 && ", "}<${Link} to=${["run", each.id]}>${visible(each.run)}<//> (${visible(each.what)})`)}</p>`}
+    <div class="row labels"><${Labels} run=${run} told=${told}><${Fold} summary="facts and commands"><${RunFacts} row=${row} told=${told} /><//><//></div>
     ${open && html`<${Progress} of=${live.progress ?? told.progress} row=${row} />`}
     <${Tabs} name="tab" tabs=${tabs} chosen=${tab} />
-    <${RunTab} tab=${tab} run=${run} told=${told} live=${live} row=${row} events=${events} />`;
+    ${(RUN_TABS[tab] || RUN_TABS.overview)({ run, told, live, row, events })}`;
 }
 
 /** The numbers of the runs whose curves the address wants in the same charts, the page's own first. */
@@ -121,20 +108,26 @@ function TogetherRun({ id, color, remove }) {
   return html`<li class="tag"><i class="swatch" style=${{ background: `var(${color})` }}></i><${Link} to=${["run", id]}>${name}<//><button type="button" class="off" onClick=${remove} aria-label=${`Without ${name}`}>×</button></li>`;
 }
 
-function RunTab({ tab, run, told, live, row, events }) {
-  const version = live.version;
-  if (tab === "overview") return html`<${Overview} run=${run} told=${told} row=${row} live=${live} events=${events.data?.rows} />`;
-  if (tab === "iterations") return html`<${IterationsView} run=${run} live=${live} />`;
-  if (tab === "episodes") return html`<${EvidenceTable} run=${run} version=${version} />`;
-  if (tab === "tasks") return html`<${TasksView} run=${run} version=${version} />`;
-  if (tab === "ledger") return html`<${LedgerView} run=${run} version=${version} />`;
-  if (tab === "workers") return html`<${LanesView} run=${run} version=${version} row=${row} />`;
-  if (tab === "annotations") return html`<${AnnotationsView} run=${run} version=${version} />`;
-  if (tab === "prompts") return html`<${PromptsView} run=${run} version=${version} />`;
-  if (tab === "evals") return html`<${EvalsView} run=${run} version=${version} />`;
-  if (tab === "events") return html`<${EventsView} run=${run} version=${version} />`;
-  if (tab === "config") return html`<${ConfigView} run=${run} told=${told} />`;
-  return html`<${CurvesView} run=${run} name=${row.run} version=${told.evaluations} fresh=${live.fresh} events=${events.data?.rows} />`;
+/** The tabs of a run, in their order, and the view of each. */
+export const RUN_TABS = {
+  overview: ({ run, told, row, live, events }) => html`<${Overview} run=${run} told=${told} row=${row} live=${live} events=${events.data?.rows} />`,
+  curves: ({ run, told, row, live, events }) => html`<${CurvesView} run=${run} name=${row.run} version=${told.evaluations} fresh=${live.fresh} events=${events.data?.rows} />`,
+  iterations: ({ run, row, live }) => html`<${IterationsView} run=${run} row=${row} live=${live} />`,
+  episodes: ({ run, live }) => html`<${EvidenceTable} run=${run} version=${live.version} />`,
+  tasks: ({ run, live }) => html`<${TasksView} run=${run} version=${live.version} />`,
+  ledger: ({ run, live }) => html`<${LedgerView} run=${run} version=${live.version} />`,
+  workers: ({ run, row, live }) => html`<${LanesView} run=${run} version=${live.version} row=${row} />`,
+  annotations: ({ run, live }) => html`<${AnnotationsView} run=${run} version=${live.version} />`,
+  prompts: ({ run, live }) => html`<${PromptsView} run=${run} version=${live.version} />`,
+  evals: ({ run, live }) => html`<${EvalsView} run=${run} version=${live.version} />`,
+  events: ({ run, live }) => html`<${EventsView} run=${run} version=${live.version} />`,
+  config: ({ run, told }) => html`<${ConfigView} run=${run} told=${told} />`,
+};
+const TABS_OF_ROWS = ["annotations", "prompts", "evals"];
+
+/** Whether a run has the tab: a search has no curves, and other tabs are there if the run has such rows. */
+function isTabThere(name, row, told) {
+  return name === "curves" ? row.kind !== "search" : !TABS_OF_ROWS.includes(name) || Boolean(told.has?.[name]);
 }
 
 /** What is seen of a run while its page is scrolled. */
@@ -142,12 +135,12 @@ function ShortFacts({ row }) {
   const left = secondsLeft(row);
   const isSearch = row.kind === "search";
   return html`<span class="short-facts">${[
+    isSearch || row.last_reward === null ? "" : html`reward <b>${number(row.last_reward, 3)}</b>`,
     isSearch ? `search, ${plural(row.episodes_done, "episode")}` : `iteration ${number(row.iterations_done)} of ${number(row.iterations)}`,
-    isSearch ? "" : `reward ${number(row.last_reward, 3)}`,
-    row.best_reward === null || row.best_reward === undefined ? "" : `held out ${number(row.eval_reward, 3)}, best ${number(row.best_reward, 3)} @${row.best_version}`,
+    row.best_reward === null || row.best_reward === undefined ? "" : `held out ${number(row.eval_reward, 3)}, best ${number(row.best_reward, 3)} at version ${row.best_version}`,
     row.seconds === null ? "" : `took ${seconds(row.seconds)}`,
     left ? `about ${seconds(left)} left` : "",
-  ].filter(Boolean).map((text) => html`<span key=${text}>${text}</span>`)}</span>`;
+  ].map((fact, index) => fact && html`<span key=${index}>${fact}</span>`)}</span>`;
 }
 
 function secondsLeft(row) {
@@ -174,7 +167,6 @@ function RunFacts({ row, told }) {
       ["seed", String(row.seed)],
     ].map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}
   </dl>
-  ${told.sources?.length > 0 && html`<p class="quiet">from ${told.sources.map((each, index) => html`${index > 0 && ", "}<${Link} to=${["run", each.id]}>${visible(each.run)}<//> (${visible(each.what)})`)}</p>`}
   ${told.children?.length > 0 && html`<${Fold} summary=${`${plural(told.children.length, "run")} came from it`}>
     <ul>${told.children.map((each) => html`<li key=${`${each.id}${each.what}`}><${Link} to=${["run", each.id]}>${visible(each.run)}<//> <span class="quiet">${visible(each.kind)}, ${visible(each.what)}</span></li>`)}</ul>
   <//>`}
@@ -192,24 +184,28 @@ function Progress({ of, row }) {
   </div>`;
 }
 
-function IterationsView({ run, live }) {
+function IterationsView({ run, row: runRow, live }) {
   const [all, setAll] = useState(false);
   const curves = useData(path(`runs/${run}/curves`), 0, askCurves);
   return html`<${Asked} of=${curves} what="the iterations">${(asked) => {
     const found = mergeFresh(asked, live.fresh);
     const rows = found.rows.map((row) => Object.fromEntries(found.columns.map((column, index) => [column, row[index]]))).reverse();
-    const cell = (key, digits = 3) => (row) => number(row[key], digits);
+    const shownIf = (value, text) => (value ? text : "");
+    const cell = (key) => (row) => (row[key] === null ? "" : number(row[key], 3));
     const columns = [
       { key: "iteration", label: "iteration", number: true, cell: (row) => html`<${Link} to=${["run", run, "iteration", row.iteration]}>${row.iteration}<//>` },
-      { key: "status", label: "status", cell: (row) => html`<${Badge} is=${row.status} />${row.skipped && html` <span class="warn">${visible(row.skipped)}</span>`}` },
-      { key: "reward", label: "reward", number: true, cell: cell("reward") },
-      { key: "spread", label: "± over groups", number: true, cell: (row) => (row.reward_high === null ? "–" : number((row.reward_high - row.reward_low) / 2, 2)) },
-      { key: "groups", label: "groups", number: true, title: "all / without variance / dropped", cell: (row) => `${number(row.groups)} / ${number(row.flat_groups)} / ${number(row.dropped_groups)}` },
-      { key: "episodes", label: "usable", number: true, cell: (row) => `${number(row.trainable)} of ${number(row.episodes)}` },
+      { key: "status", label: "status", cell: (row) => html`<${Badge} is=${iterationStatus(row.status, runRow.status)} />${row.skipped && html` <span class="warn">${visible(row.skipped)}</span>`}` },
+      { key: "reward", label: "reward", number: true, always: true, cell: cell("reward") },
+      { key: "spread", label: "± over groups", number: true, title: "One standard deviation of the groups' mean rewards", cell: (row) => (row.reward_high === null ? "" : number((row.reward_high - row.reward_low) / 2, 2)) },
+      { key: "groups", label: "groups", number: true, cell: (row) => number(row.groups) },
+      { key: "flat", label: "with equal rewards", number: true, title: "Groups whose rewards are all equal: they have no advantages", cell: (row) => shownIf(row.flat_groups, number(row.flat_groups)) },
+      { key: "dropped", label: "dropped", number: true, title: "Groups that no update trained on", cell: (row) => shownIf(row.dropped_groups, number(row.dropped_groups)) },
+      { key: "episodes", label: "usable episodes", number: true, title: "Done and not tainted", cell: (row) => `${number(row.trainable)} of ${number(row.episodes)}` },
       ...["loss", "kl", "entropy", "clip_fraction", "grad_norm"].map((key) => ({ key, label: key.replace("_", " "), number: true, cell: cell(key) })),
-      { key: "length", label: "tokens / episode", number: true, cell: cell("length") },
-      { key: "tools", label: "tool errors", number: true, cell: (row) => `${number(row.tool_errors)} of ${number(row.tool_calls)}` },
-      { key: "seconds", label: "rollout + update", number: true, cell: (row) => `${seconds(row.rollout_seconds)} + ${seconds(row.update_seconds)}` },
+      { key: "length", label: "tokens per episode", number: true, cell: cell("length") },
+      { key: "tools", label: "failed calls", number: true, cell: (row) => shownIf(row.tool_calls, `${number(row.tool_errors)} of ${number(row.tool_calls)}`) },
+      { key: "rollout", label: "rollout", number: true, cell: (row) => shownIf(row.rollout_seconds, seconds(row.rollout_seconds)) },
+      { key: "update", label: "update", number: true, cell: (row) => shownIf(row.update_seconds, seconds(row.update_seconds)) },
     ];
     const shown = all ? rows : rows.slice(0, FEW_ITERATIONS);
     return html`<${Table} caption="Iterations" columns=${columns} rows=${shown} rowKey=${(row) => row.iteration} to=${(row) => openable(["run", run, "iteration", row.iteration])} empty="No iteration yet." />
@@ -222,7 +218,7 @@ function EventsView({ run, version }) {
   const columns = [
     { key: "at", label: "when", short: true, cell: (row) => html`<${When} at=${row.created_at} />` },
     { key: "kind", label: "event", cell: (row) => html`<${Badge} is=${row.kind} />` },
-    { key: "subject", label: "of", cell: (row) => visible(row.subject) },
+    { key: "subject", label: "about", cell: (row) => visible(row.subject) },
     { key: "detail", label: "detail", wide: true, cell: (row) => visible(row.detail) },
   ];
   return html`<${Asked} of=${found} what="the events">${() => html`<${Table} caption="Events" columns=${columns} rows=${found.rows} rowKey=${(row) => row.id} /><${More} of=${found} />`}<//>`;
@@ -235,7 +231,7 @@ function EvalsView({ run, version }) {
     { key: "dataset", label: "dataset", cell: (row) => html`<${ShortName} of=${row.dataset} /> ${visible(row.split)}` },
     { key: "status", label: "status", cell: (row) => html`<${Badge} is=${row.status} />` },
     { key: "mean", label: "mean reward", number: true, cell: (row) => number(row.mean_reward, 4) },
-    { key: "interval", label: "95 %", cell: (row) => (row.low === null ? "–" : `[${number(row.low, 3)}, ${number(row.high, 3)}] ${visible(row.interval_by)}`) },
+    { key: "interval", label: "95 % interval", cell: (row) => (row.low === null ? "" : html`${number(row.low, 3)} to ${number(row.high, 3)} <span class="quiet">${visible(row.interval_by)}</span>`) },
     { key: "accuracy", label: "accuracy", number: true, cell: (row) => number(row.accuracy, 3) },
     { key: "n", label: "episodes", number: true, cell: (row) => `${number(row.episodes)}${row.errors ? `, ${plural(row.errors, "error")}` : ""}` },
     { key: "compare", label: "compare", cell: (row) => (found.rows[0] && row !== found.rows[0] ? html`<${Link} to=${["compare"]} query=${{ a: found.rows[0].id, b: row.id }}>with version ${found.rows[0].policy_version}<//>` : "") },

@@ -4,11 +4,11 @@
 import { html, useEffect, useState } from "./vendor/preact.js";
 import { Sparkline } from "./chart.js";
 import { listen, path } from "./data.js";
-import { compact, json, lastPart, number, seconds, visible } from "./format.js";
+import { compact, json, lastPart, number, plural, seconds, visible } from "./format.js";
 import { ListedLabels } from "./labels.js";
 import { Machine } from "./machine.js";
 import { go, href, useChoice } from "./route.js";
-import { Asked, Badge, Fold, Link, More, Search, Select, Table, useData, useMore, When } from "./ui.js";
+import { Asked, Badge, Fold, Link, More, Search, Select, Table, useData, useMore, useTitle, When } from "./ui.js";
 
 const STATES = ["", "running", "done", "paused", "failed", "cancelled"];
 const KINDS = ["", "train", "eval", "fork", "serve", "search", "import"];
@@ -24,10 +24,10 @@ export function RunsPage() {
   const [connected, setConnected] = useState(null);
   const [chosen, setChosen] = useState([]);
   useEffect(() => {
-    document.title = "agentrl: runs";
     const told = { change: () => setVersion((now) => now + 1), machine: () => setLoads((now) => now + 1) };
     return listen("", (kind) => told[kind]?.(), setConnected);
   }, []);
+  useTitle("runs");
   const [cols, setCols] = useChoice("cols");
   const [group, setGroup] = useChoice("group");
   const names = cols.split(",").filter((name) => /^-?[\w.]+$/.test(name));
@@ -40,13 +40,13 @@ export function RunsPage() {
   return html`<div class="row base"><h1>Runs</h1><${Connection} is=${connected} /></div>
     <${Machine} version=${loads} hint=${filtered || found.rows?.length > 0} />
     <div class="controls">
-      <${Search} value=${text} onChange=${setText} label="Name" />
+      <${Search} value=${text} onChange=${setText} label="Search by name" />
       <${Select} label="status" value=${status} onChange=${setStatus} options=${STATES.map((each) => [each, each || "all"])} />
       <${Select} label="kind" value=${kind} onChange=${setKind} options=${KINDS.map((each) => [each, each || "all"])} />
       ${tag && html`<button type="button" onClick=${() => setTag("")}>tag ${visible(tag)} ×</button>`}
-      <label><input type="checkbox" checked=${group === "seed"} onChange=${(event) => setGroup(event.currentTarget.checked ? "seed" : "")} /> group seeds</label>
+      <label title="Runs that differ only in the seed become one row"><input type="checkbox" checked=${group === "seed"} onChange=${(event) => setGroup(event.currentTarget.checked ? "seed" : "")} /> group seeds</label>
       <button type="button" disabled=${chosen.length < 2} onClick=${() => go(href(["run", chosen[0]], { with: chosen.slice(1).join(",") }))}>
-        ${chosen.length < 2 ? "choose two or more to see them together" : `see ${chosen.length} together`}
+        ${chosen.length < 2 ? "compare: choose two or more runs" : `compare ${chosen.length} runs`}
       </button>
     </div>
     <${Fold} summary="columns" open=${Boolean(cols)}><${ColumnChooser} columns=${all} names=${names} set=${(next) => setCols(next.join(","))} /><//>
@@ -99,10 +99,23 @@ function groupSeeds(rows) {
   return [...groups.values()].map((seeds) => (seeds.length < 2 ? seeds[0] : { ...seeds[0], seeds }));
 }
 
+/** Each state of a row's runs; of several runs with their number. */
+function StatesOf({ row }) {
+  if (!row.seeds) return html`<${Badge} is=${row.status} title=${visible(row.reason)} />`;
+  const byStatus = Map.groupBy(row.seeds, (seed) => seed.status);
+  return html`${[...byStatus].map(([status, seeds]) => html`<div key=${status}><${Badge} is=${status} /> <span class="quiet">${plural(seeds.length, "run")}</span></div>`)}`;
+}
+
+/** A number of a run; of several runs the sum of those that have it. */
+function overRuns(row, key, text = number) {
+  const values = (row.seeds || [row]).map((run) => run[key]).filter(Number.isFinite);
+  return values.length ? text(values.reduce((sum, value) => sum + value, 0)) : "";
+}
+
 /** The mean over seeds with the least and the greatest value; of one run its value. */
 function overSeeds(row, key) {
   const values = (row.seeds || [row]).map((seed) => seed[key]).filter(Number.isFinite);
-  if (!row.seeds || !values.length) return number(row[key], 3);
+  if (!values.length) return "";
   if (values.length < 2) return number(values[0], 3);
   return html`${number(values.reduce((sum, value) => sum + value, 0) / values.length, 3)} <div class="quiet">${number(Math.min(...values), 3)} to ${number(Math.max(...values), 3)}</div>`;
 }
@@ -116,19 +129,19 @@ function SeedsSpark({ seeds }) {
 
 function runColumns(chosen, toggle, setTag) {
   return [
-    { key: "choose", label: html`<span class="unseen">Choose</span>`, cell: (row) => html`<input type="checkbox" checked=${idsOf(row).every((id) => chosen.includes(id))} onChange=${() => toggle(idsOf(row))} aria-label=${`Choose ${visible(row.run)}`} />` },
+    { key: "choose", label: html`<span class="unseen">Choose</span>`, name: "", cell: (row) => html`<input type="checkbox" checked=${idsOf(row).every((id) => chosen.includes(id))} onChange=${() => toggle(idsOf(row))} aria-label=${`Choose ${visible(row.run)}`} />` },
     { key: "run", label: "run", sort: "run", wide: true, cell: (row) => html`<a href=${runAddress(row)}>${visible(row.run)}</a> ${row.seeds ? html`<span class="quiet">${row.seeds.length} seeds: ${row.seeds.slice(0, 8).map((seed) => seed.seed).join(", ")}</span>` : html`<${ListedLabels} row=${row} setTag=${setTag} />`}` },
-    { key: "status", label: "status", sort: "status", cell: (row) => html`<${Badge} is=${row.status} title=${visible(row.reason)} />${(row.waits_for || (["paused", "failed"].includes(row.status) && row.reason)) && html`<div class="quiet reason">${visible(row.waits_for || row.reason).slice(0, 200)}</div>`}` },
-    { key: "reward", label: "reward", number: true, sort: "reward", title: "Mean reward of the last iteration", cell: (row) => overSeeds(row, "last_reward") },
-    { key: "spark", label: "over iterations", cell: (row) => (row.seeds ? html`<${SeedsSpark} seeds=${row.seeds} />` : html`<${Sparkline} points=${row.spark || []} label="reward" />`) },
-    { key: "eval", label: "eval", number: true, sort: "best", title: "Held out: the newest, and the best version; else the newest evaluation made by hand", cell: evalOf },
+    { key: "status", label: "status", sort: "status", cell: (row) => html`<${StatesOf} row=${row} />${(row.waits_for || (["paused", "failed"].includes(row.status) && row.reason)) && html`<div class="quiet reason">${visible(row.waits_for || row.reason).slice(0, 200)}</div>`}` },
+    { key: "reward", label: "reward", number: true, always: true, sort: "reward", title: "Mean reward of the last iteration", cell: (row) => overSeeds(row, "last_reward") },
+    { key: "spark", label: "over iterations", name: "reward over iterations", cell: (row) => (row.seeds ? html`<${SeedsSpark} seeds=${row.seeds} />` : html`<${Sparkline} points=${row.spark || []} label="reward" />`) },
+    { key: "eval", label: "held out", number: true, always: true, sort: "best", title: "Reward on held-out tasks: of the newest version, and of the best one; else the newest evaluation made by hand", cell: evalOf },
     { key: "algorithm", label: "algorithm", cell: (row) => (row.kind === "train" || row.kind === "search" ? visible(row.algorithm) : row.kind) },
     { key: "model", label: "model", short: true, cell: (row) => html`<${ShortName} of=${row.model} />` },
     { key: "dataset", label: "dataset", short: true, cell: (row) => html`<${ShortName} of=${row.dataset} />` },
-    { key: "iterations", label: "iterations", number: true, cell: (row) => `${number(row.iterations_done)} / ${number(row.iterations)}` },
-    { key: "episodes", label: "episodes", number: true, sort: "episodes", cell: (row) => number(row.episodes_done) },
-    { key: "tokens", label: "tokens", number: true, cell: (row) => compact(row.tokens) },
-    { key: "seconds", label: "took", number: true, sort: "seconds", cell: (row) => seconds(row.seconds) },
+    { key: "iterations", label: "iterations", number: true, cell: (row) => `${overRuns(row, "iterations_done")} of ${overRuns(row, "iterations")}` },
+    { key: "episodes", label: "episodes", number: true, sort: "episodes", cell: (row) => overRuns(row, "episodes_done") },
+    { key: "tokens", label: "tokens", number: true, cell: (row) => overRuns(row, "tokens", compact) },
+    { key: "seconds", label: "took", number: true, sort: "seconds", title: "Of several seeds the sum", cell: (row) => overRuns(row, "seconds", seconds) },
     { key: "created", label: "submitted", sort: "id", short: true, cell: (row) => html`<${When} at=${row.created_at} />` },
   ];
 }
@@ -141,8 +154,8 @@ function idsOf(row) {
 function evalOf(row) {
   if (row.seeds) return overSeeds(row, "eval_reward");
   if (row.kind === "eval") return number(row.last_reward, 3);
-  if (row.eval_reward !== null) return html`${number(row.eval_reward, 3)}${row.best_reward !== null && row.best_reward !== row.eval_reward ? html`<div class="quiet">best ${number(row.best_reward, 3)} @${row.best_version}</div>` : ""}`;
-  return row.measured ? html`<${Link} to=${["run", row.measured.run_id]} title="An evaluation that was made by hand">${number(row.measured.reward, 3)} @${row.measured.version}<//>` : "–";
+  if (row.eval_reward !== null) return html`${number(row.eval_reward, 3)}${row.best_reward !== null && row.best_reward !== row.eval_reward ? html`<div class="quiet">best ${number(row.best_reward, 3)}, version ${row.best_version}</div>` : ""}`;
+  return row.measured ? html`<${Link} to=${["run", row.measured.run_id]} title="An evaluation that was made by hand">${number(row.measured.reward, 3)}, version ${row.measured.version}<//>` : "";
 }
 
 /** A name, or the last part of a path, which is whole under the pointer. */

@@ -6,7 +6,7 @@ import { Chart, lineColor } from "./chart.js";
 import { ask, path } from "./data.js";
 import { json, number, plural, seconds, visible } from "./format.js";
 import { useChoice } from "./route.js";
-import { Asked, Copy, download, Fold, Problem, Table, useData } from "./ui.js";
+import { Asked, Copy, download, Fold, Problem, Table, useData, useTitle } from "./ui.js";
 
 const USUAL = "SELECT run, iteration, mean_reward, kl, entropy FROM v_iterations ORDER BY id DESC LIMIT 50";
 
@@ -15,8 +15,8 @@ export function SqlPage() {
   const [as, setAs] = useChoice("as", "table");
   const [text, setText] = useState(query);
   const [state, setState] = useState({ found: null, error: null, runs: false });
+  useTitle("sql");
   useEffect(() => {
-    document.title = "agentrl: sql";
     setText(query);
     const stop = new AbortController();
     setState((now) => ({ ...now, runs: true }));
@@ -31,7 +31,7 @@ export function SqlPage() {
     <div class="sql">
       <div class="sql-main">
         <textarea rows="5" spellcheck="false" aria-label="One SELECT" value=${text} onInput=${(event) => setText(event.currentTarget.value)} onKeyDown=${(event) => (event.ctrlKey || event.metaKey) && event.key === "Enter" && run()} data-search=""></textarea>
-        <div class="controls"><button type="button" onClick=${run} disabled=${state.runs}>${state.runs ? "running…" : "run"}</button> <span class="quiet">Ctrl-Enter. Read-only, at most 5 s and 1,000 rows.</span> <${Copy} text=${location.href} label="copy link" /></div>
+        <div class="controls"><button type="button" onClick=${run} disabled=${state.runs}>${state.runs ? "running…" : "run"}</button> <span class="quiet">or Ctrl-Enter. Read-only; at most 5 s and 1 000 rows.</span> <${Copy} text=${location.href} label="copy link" /></div>
         ${!state.found && !state.error && html`<p class="waits" role="status">Reading the rows…</p>`}
         ${state.error && html`<${Problem} error=${state.error} />`}
         ${state.found && html`<${Result} found=${state.found} as=${as} setAs=${setAs} />`}

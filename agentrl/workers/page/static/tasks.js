@@ -7,7 +7,7 @@ import { exported, path } from "./data.js";
 import { EvidenceTable } from "./evidence.js";
 import { json, number, plural, visible } from "./format.js";
 import { useChoice } from "./route.js";
-import { Asked, Chips, Facts, Fold, Link, More, openable, Search, Table, Text, useData, useMore } from "./ui.js";
+import { Asked, Chips, Facts, Fold, Link, More, openable, Search, Table, Text, useData, useMore, useTitle } from "./ui.js";
 
 const TASK_CHIPS = [
   ["solved", "outcome=solved", "Tasks that were solved at least once"],
@@ -20,7 +20,7 @@ export function TasksView({ run, version }) {
   const [sort, setSort] = useChoice("sort");
   const [outcome] = useChoice("outcome");
   const found = useMore(path(`runs/${run}/tasks`, { text, sort, outcome, size: 25 }), version);
-  return html`${!exported() && html`<div class="controls"><${Chips} chips=${TASK_CHIPS} label="Filters" /><${Search} value=${text} onChange=${setText} label="In the question, the key or the reference" /></div>`}
+  return html`${!exported() && html`<div class="controls"><${Chips} chips=${TASK_CHIPS} label="Filters" /><${Search} value=${text} onChange=${setText} label="Search questions, keys, references" /></div>`}
     <${Asked} of=${found} what="the tasks">${(data) => html`<${SolvedMeans} words=${data.solved_means} />${exported() && html`<${TasksInFile} run=${run} rows=${found.rows} more=${Boolean(found.next)} />`}
       <${Table} caption="Tasks" columns=${taskColumns(run, data.solved_means)} rows=${found.rows} rowKey=${(row) => row.task_id} to=${(row) => openable(["run", run, "task", row.task_id])} sort=${sort} onSort=${exported() ? undefined : setSort} empty="No task matches." /><${More} of=${found} />`}<//>`;
 }
@@ -42,14 +42,14 @@ function taskColumns(run, means) {
     { key: "question", label: "question", sort: "id", wide: true, cell: (row) => visible(row.question).slice(0, 200) },
     { key: "reference", label: "reference", sort: "reference", cell: (row) => visible(row.reference).slice(0, 60) },
     { key: "role", label: "role", sort: "role", cell: (row) => visible(row.role) },
-    { key: "groups", label: "seen", sort: "groups", number: true, cell: (row) => number(row.groups) },
+    { key: "groups", label: "groups", sort: "groups", number: true, title: "How often the task was sampled", cell: (row) => number(row.groups) },
     { key: "mean", label: "mean reward", sort: "reward", number: true, cell: (row) => number(row.mean_reward, 3) },
-    { key: "points", label: "over iterations", sort: "change", title: "Sorted by the last reward less the first", cell: (row) => html`<${Sparkline} points=${row.points || []} label="reward" />` },
-    { key: "last", label: "last", sort: "last", number: true, cell: (row) => number(row.last_reward, 3) },
+    { key: "points", label: "over iterations", name: "reward over iterations", sort: "change", title: "Sorted by the last reward less the first", cell: (row) => html`<${Sparkline} points=${row.points || []} label="reward" />` },
+    { key: "last", label: "last reward", sort: "last", number: true, cell: (row) => number(row.last_reward, 3) },
     { key: "solved", label: "first solved", sort: "first_solved", short: true, title: visible(means), cell: solvedWhen },
-    { key: "lost", label: "last solved", sort: "last_solved", short: true, cell: (row) => (row.last_solved ? html`at iteration ${row.last_solved}${row.unlearned && html` <span class="bad">unlearned</span>`}` : "–") },
-    { key: "best", label: "best", sort: "best", short: true, cell: (row) => episodeLink(row.best) },
-    { key: "worst", label: "worst", sort: "worst", short: true, cell: (row) => episodeLink(row.worst) },
+    { key: "lost", label: "last solved", sort: "last_solved", short: true, cell: (row) => (row.last_solved ? html`at iteration ${row.last_solved}${row.unlearned && html` <span class="bad">unlearned</span>`}` : "") },
+    { key: "best", label: "best episode", sort: "best", short: true, cell: (row) => episodeLink(row.best) },
+    { key: "worst", label: "worst episode", sort: "worst", short: true, cell: (row) => episodeLink(row.worst) },
   ];
 }
 
@@ -59,20 +59,21 @@ function solvedWhen(row) {
 }
 
 function episodeLink(found) {
-  return found ? html`<${Link} to=${["episode", found.episode]}>${found.episode}<//> ${number(found.reward, 3)}` : "–";
+  return found ? html`<${Link} to=${["episode", found.episode]}>${found.episode}, reward ${number(found.reward, 3)}<//>` : "";
 }
 
 export function TaskPage({ run, task }) {
   const told = useData(path(`runs/${run}`));
   const found = useData(path(`runs/${run}/tasks/${task}`));
+  useTitle(`${told.data?.run.run || run}, task ${found.data?.task || task}`);
   return html`<nav class="crumbs" aria-label="Where this is"><${Link} to=${[]}>runs<//><${Link} to=${["run", run]}>${visible(told.data?.run.run || run)}<//><${Link} to=${["run", run]} query=${{ tab: "tasks" }} rel="up">tasks<//></nav>
-    <${Asked} of=${found} what="the task">${(data) => html`<h1>${visible(data.task).slice(0, 200)}</h1>
+    <${Asked} of=${found} what="the task" title=${`Task ${visible(task)}`}>${(data) => html`<h1>${visible(data.task).slice(0, 200)}</h1>
       <${Facts} of=${[
         ["reference", visible(data.reference).slice(0, 400)],
         ["role", visible(data.role)],
-        ["solved", html`<span title=${visible(data.solved_means)}>${data.first_solved ? `first at iteration ${data.first_solved}` : data.never_solved ? "never" : "–"}</span>`],
-        ["best", episodeLink(data.best)],
-        ["worst", episodeLink(data.worst)],
+        ["solved", html`<span title=${visible(data.solved_means)}>${data.first_solved ? `first at iteration ${data.first_solved}` : data.never_solved ? "never" : "not yet"}</span>`],
+        ["best episode", episodeLink(data.best)],
+        ["worst episode", episodeLink(data.worst)],
       ]} />
       ${(data.messages || []).map((message, index) => html`<div key=${index} class="message"><b>${visible(message.role)}</b> <${Text} value=${typeof message.content === "string" ? message.content : json(message.content)} cut=${message.cut?.content || 0} /></div>`)}
       ${data.metadata && Object.keys(data.metadata).length > 0 && html`<${Fold} summary="metadata"><${Text} value=${json(data.metadata)} mono /><//>`}

@@ -240,7 +240,7 @@ function TokenFacts({ strip, at }) {
 function TokenChart({ strip, color }) {
   const line = useMemo(() => chartLine(strip, color), [strip.ids.length, color]);
   if (!line.y.some(Number.isFinite)) return null;
-  return html`<${Chart} title=${color} note="by position" lines=${[{ label: color, color: "--line-1", gaps: true, ...line }]} xLabel="token" sync="tokens" height=${110} bare />`;
+  return html`<${Chart} title=${color} note="by position" lines=${[{ label: color, color: "--line-1", gaps: true, ...line }]} xLabel="position of the token" sync="tokens" height=${128} bare />`;
 }
 
 function chartLine(strip, color) {

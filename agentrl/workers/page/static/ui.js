@@ -3,8 +3,8 @@
 
 import { html, useCallback, useEffect, useLayoutEffect, useRef, useState } from "./vendor/preact.js";
 import { ask, exported, isThere, path } from "./data.js";
-import { ago, moment, number, visible } from "./format.js";
-import { go, href, readRoute, useRoute } from "./route.js";
+import { ago, moment, number, seconds, visible } from "./format.js";
+import { go, href, LINK_KEYS, readRoute, useRoute } from "./route.js";
 
 const AGAIN_MS = 3000;
 const kept = new Map();
@@ -47,17 +47,36 @@ function keep(asked, data) {
   if (kept.size > MAX_KEPT) kept.delete(kept.keys().next().value);
 }
 
-/** Shows `children(data)` once there is an answer; before it a place that keeps its height, after a failure what is so. */
-export function Asked({ of, what = "", children }) {
-  if (of.data === undefined && of.error) return html`<${Problem} error=${of.error} />`;
+/** Shows `children(data)` once there is an answer; before it a place that keeps its height, after a failure what is so.
+ * `title`: the heading of the page if nothing else of it can be shown. */
+export function Asked({ of, what = "", title = "", children }) {
+  if (of.data === undefined && of.error) return title ? html`<${Missing} title=${title} error=${of.error} />` : html`<${Problem} error=${of.error} />`;
   if (of.data === undefined) return html`<p class="waits" role="status">Reading ${what}…</p>`;
   return html`${of.error && html`<${Problem} error=${of.error} small />`}${children(of.data)}`;
 }
 
+/** A page that cannot be shown. */
+function Missing({ title, error }) {
+  useTitle(title);
+  return html`<h1>${title}</h1><${Problem} error=${error} /><p><${Link} to=${[]}>all runs<//></p>`;
+}
+
 export function Problem({ error, small = false }) {
   return html`<div class=${`problem ${small ? "small" : ""}`} role="alert">
-    <strong>${visible(error.message)}</strong> ${error.hint && html`<span>${visible(error.hint)}</span>`}
+    <strong>${visible(error.message)}</strong> ${error.hint && html`<span><${WithCode} text=${error.hint} /></span>`}
   </div>`;
+}
+
+/** A text in which commands stand between backticks. */
+function WithCode({ text }) {
+  return visible(text).split("`").map((part, index) => (index % 2 ? html`<code key=${index}>${part}</code>` : part));
+}
+
+/** Gives the window its title. */
+export function useTitle(title) {
+  useEffect(() => {
+    document.title = `agentrl: ${visible(title).slice(0, 200)}`;
+  }, [title]);
 }
 
 /** A link inside of the page; where the exported file does not have what it leads to, its words alone. */
@@ -65,6 +84,11 @@ export function Link({ to, query, children, ...rest }) {
   const address = openable(to, query);
   if (!address) return html`<span class=${rest.class} title=${rest.title || "not in this file"}>${children}</span>`;
   return html`<a href=${address} ...${rest}>${children}</a>`;
+}
+
+/** A link to a neighbour, with the key that follows it: the first of the page with this `rel`. */
+export function KeyLink({ rel, children, ...rest }) {
+  return html`<${Link} rel=${rel} ...${rest}>${children} <kbd>${LINK_KEYS[rel]}</kbd><//>`;
 }
 
 /** The address of a place, or undefined where an exported file does not have it. */
@@ -103,6 +127,14 @@ export function Badge({ is, title }) {
   return html`<span class=${`badge is-${String(is).replace(/[^a-z_]/g, "")}`} title=${title}>${visible(is).replaceAll("_", " ")}</span>`;
 }
 
+/** Where seconds went, as a bar with a legend. `parts`: [name, seconds, class of the colour]. */
+export function SecondsBar({ parts }) {
+  const whole = parts.reduce((all, [, value]) => all + value, 0);
+  const words = parts.map(([name, value]) => `${name} ${seconds(value)}`).join(", ");
+  return html`<div class="bar seconds-bar" role="img" aria-label=${`Of ${seconds(whole)}: ${words}`}>${parts.map(([name, value, kind]) => html`<span key=${name} class=${kind} style=${{ width: `${(100 * value) / whole}%` }} title=${`${name}: ${seconds(value)}`}></span>`)}</div>
+    <p class="legend">${parts.map(([name, value, kind]) => html`<span key=${name}><i class=${`swatch ${kind}`}></i>${name} ${seconds(value)}</span>`)}</p>`;
+}
+
 export function When({ at }) {
   return html`<time datetime=${at} title=${moment(at)}>${ago(at)}</time>`;
 }
@@ -134,10 +166,11 @@ export function Command({ line, action }) {
   return html`<div class="command"><code>${visible(line)}</code>${plain ? html`<${Copy} text=${line} />` : html`<span class="warn">it holds hidden characters: not to be copied</span>`}${action}</div>`;
 }
 
-/** What is off, each with the command to type; `none`: what is said where nothing is. */
+/** What is off, each with the command to type; `none`: what is said where nothing is. Notes about a healthy run follow. */
 export function Troubles({ of, none = "" }) {
-  if (!of?.length) return none && html`<p class="good">${none}</p>`;
-  return html`<ul class="troubles">${of.map((each) => html`<li key=${each.text}>${visible(each.text)} ${each.command && !exported() && html`<${Command} line=${each.command} />`}</li>`)}</ul>`;
+  const [faults, notes] = [false, true].map((isNote) => (of || []).filter((each) => each.is_note === isNote));
+  const list = (rows, kind) => rows.length > 0 && html`<ul class=${`troubles ${kind}`}>${rows.map((each) => html`<li key=${each.text}>${visible(each.text)} ${each.command && !exported() && html`<${Command} line=${each.command} />`}</li>`)}</ul>`;
+  return html`${!faults.length && none && html`<p class="good">${none}</p>`}${list(faults, "")}${list(notes, "notes-only")}`;
 }
 
 /** A text as somebody wrote it: characters that would not be seen are shown, a long one is folded. */
@@ -173,10 +206,20 @@ export function Fold({ summary, open = false, children }) {
   </details>`;
 }
 
-/** A table whose rows are found with j and k. `columns`: [{key, label, title, cell(row), number, short, wide, sort}]. */
-export function Table({ columns, rows, rowKey, to, sort, onSort, caption, empty = "Nothing here." }) {
+/** The most columns that a narrow window shows side by side. With more, each row is a card there. */
+const FEW_COLUMNS = 4;
+
+/**
+ * A table whose rows are found with j and k. `columns`: [{key, label, name, title, cell(row), number, short, narrow, wide, sort, always}].
+ * A column is left out if no row has anything in it, unless the rows are sorted by it or it is `always` there. `name`: its label
+ * in words, where the label is none.
+ */
+export function Table({ columns: all, rows, rowKey, to, sort, onSort, caption, empty = "Nothing here." }) {
   if (!rows.length) return html`<p class="quiet">${empty}</p>`;
-  return html`<div class="scrolls" tabindex="0" role="region" aria-label=${caption}>
+  const isSorted = (column) => column.sort && column.sort === (sort || "").replace(/^-/, "");
+  const columns = all.filter((column) => column.always || isSorted(column) || rows.some((row) => column.cell(row) !== ""));
+  const nameOf = ({ name, label }) => name ?? (typeof label === "string" ? label : "");
+  return html`<div class=${`scrolls ${columns.length > FEW_COLUMNS ? "cards" : ""}`} tabindex="0" role="region" aria-label=${caption}>
     <table>
       <caption class="unseen">${caption}</caption>
       <thead>
@@ -185,7 +228,7 @@ export function Table({ columns, rows, rowKey, to, sort, onSort, caption, empty 
         </tr>
       </thead>
       <tbody>
-        ${rows.map((row) => html`<tr key=${rowKey(row)} data-row=${to ? to(row) : undefined}>${columns.map((column) => html`<td key=${column.key} class=${column.number ? "number" : column.wide ? "wide" : column.short ? "short" : ""}>${column.cell(row)}</td>`)}</tr>`)}
+        ${rows.map((row) => html`<tr key=${rowKey(row)} data-row=${to ? to(row) : undefined}>${columns.map((column) => html`<td key=${column.key} data-label=${nameOf(column)} class=${column.number ? "number" : column.wide ? "wide" : column.narrow ? "narrow" : column.short ? "short" : ""}>${column.cell(row)}</td>`)}</tr>`)}
       </tbody>
     </table>
   </div>`;

@@ -20,7 +20,9 @@ from agentrl.workflow.store.reads.paging import (
     select_values,
     storable_value,
 )
+from agentrl.workflow.store.reads.run_details import load_algorithms
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
+from agentrl.workflow.store.reads.solved_rule import load_rule
 from agentrl.workflow.tables.views import IterationRow, UpdateRow
 
 ITERATION_ORDERS = {"iteration": "iteration"}
@@ -83,13 +85,14 @@ returned.
 @dataclass(frozen=True, slots=True)
 class IterationDetails:
     """An iteration with its optimizer steps and groups. `left_out` is the number of groups that are missing because of the
-    limit MAX_EPISODES.
+    limit MAX_EPISODES. `algorithm` is that of the run; None if the run does not train.
     """
 
     iteration: IterationRow
     updates: Sequence[UpdateRow]
     groups: Sequence[Mapping[str, Any]]
     left_out: int
+    algorithm: str | None
 
 
 @sql_read_transaction
@@ -105,7 +108,9 @@ def load_iteration(tx: Any, run: str, number: int) -> IterationDetails:
     if borrowed and iteration["reward_set"] != "default":
         _score_again(tx, iteration["reward_set"], borrowed, episodes)
     fates = _load_fates(tx, run_row["name"], number)
+    solved = _load_solved(tx, run_row["id"], number)
     for group in chosen_groups:
+        group["solved"] = group["id"] in solved
         group["flat"] = group["std_reward"] == 0
         group["borrowed"] = group["run_id"] != run_row["id"]
         group["episodes"] = [{**row, "fate": fates.get(row["id"])} for row in episodes.get(group["id"], ())]
@@ -116,15 +121,16 @@ def load_iteration(tx: Any, run: str, number: int) -> IterationDetails:
         ),
         groups=chosen_groups,
         left_out=len(groups) - len(chosen_groups),
+        algorithm=load_algorithms(tx, [run_row["id"]])[run_row["id"]] if iteration["kind"] == "train" else None,
     )
 
 
 def find_iteration(tx: Any, run_row: Row, number: int) -> Row:
-    """Return the id and the reward set of an iteration. Call this inside a transaction. `run_row` has the run's id and name.
-    Raise NotFoundError if there is no such iteration.
+    """Return the id of an iteration, and the kind and the reward set of its run. Call this inside a transaction. `run_row` has
+    the run's id and name. Raise NotFoundError if there is no such iteration.
     """
     query = """
-        SELECT i.id, r.reward_set FROM iterations i JOIN runs r ON r.id = i.run_id
+        SELECT i.id, r.kind, r.reward_set FROM iterations i JOIN runs r ON r.id = i.run_id
         WHERE i.run_id = :run AND i.number = :number"""
     iterations = select_rows(tx, query, run=run_row["id"], number=storable_value(number) - 1)
     if not iterations:
@@ -189,6 +195,22 @@ def _load_episodes(tx: Any, run_id: int, groups: Sequence[int]) -> dict[int, lis
         columns = {name: value for name, value in row.items() if name not in ("group_id", "started_at", "finished_at")}
         by_group.setdefault(row["group_id"], []).append({**columns, "seconds": seconds})
     return by_group
+
+
+def _load_solved(tx: Any, run_id: int, number: int) -> set[int]:
+    """Return the ids of the groups of an iteration in which an episode is right."""
+    rule = load_rule(tx, run_id)
+    query = rule.solved_groups("m.iteration = :number")
+    return {row["id"] for row in select_rows(tx, query, run_id=run_id, number=number, **rule.parameters) if row["solved"]}
+
+
+def count_right_groups(tx: Any, run_id: int, number: int) -> int:
+    """Return the number of groups with equal rewards, in an iteration, whose episodes are right. `number` is the iteration's
+    number, counted from 1. Call this inside a transaction.
+    """
+    rule = load_rule(tx, run_id)
+    (count,) = select_rows(tx, rule.right_groups(), run_id=run_id, number=number, **rule.parameters)
+    return int(count["right_groups"])
 
 
 def _load_fates(tx: Any, run: str, number: int) -> dict[int, str]:

@@ -57,7 +57,7 @@ def find_sources(tx: Any, run_id: int) -> Iterator[Source]:
     """Yield the older runs from which this run is derived. Call this inside a transaction."""
     (run,) = select_rows(tx, "SELECT id, config, manifest FROM runs WHERE id = :id", id=run_id)
     seen: set[tuple[int, str]] = set()
-    for find in (_fork_sources, _group_sources, _checkpoint_sources, _model_sources):
+    for find in (_fork_sources, _group_sources, _evaluated_sources, _checkpoint_sources, _model_sources):
         for number, what in find(tx, run):
             if number < run_id and (number, what) not in seen:
                 seen.add((number, what))
@@ -90,6 +90,13 @@ def _group_sources(tx: Any, run: Row) -> SourceIds:
 
 def _group_words(groups: int) -> str:
     return f"{groups} {'group' if groups == 1 else 'groups'}"
+
+
+def _evaluated_sources(tx: Any, run: Row) -> SourceIds:
+    """Yield the run whose policy this run evaluates."""
+    query = "SELECT measures_id, measures_version FROM runs WHERE id = :id AND measures_id IS NOT NULL"
+    for row in select_rows(tx, query, id=run["id"]):
+        yield row["measures_id"], f"version {row['measures_version']}"
 
 
 def _checkpoint_sources(tx: Any, run: Row) -> SourceIds:

@@ -117,7 +117,7 @@ def load_summaries(tx: Any, runs: Sequence[RunRow]) -> dict[int, RunSummary]:
     if not runs:
         return {}
     ids = [run.id for run in runs]
-    algorithms, tags, sparks, sums = _algorithms(tx, ids), load_tags(tx, ids), _sparks(tx, ids), _sums(tx, ids)
+    algorithms, tags, sparks, sums = load_algorithms(tx, ids), load_tags(tx, ids), _sparks(tx, ids), _sums(tx, ids)
     running = [run for run in runs if run.status == "running"]
     waits, steps, events = _waits(tx, running), _newest_steps(tx, running), _newest_events(tx, ids)
     measured = _measured_by_hand(tx, ids)
@@ -142,7 +142,8 @@ def _newest(*moments: datetime | None) -> datetime | None:
     return max((moment for moment in moments if moment is not None), default=None)
 
 
-def _algorithms(tx: Any, ids: Sequence[int]) -> dict[int, str | None]:
+def load_algorithms(tx: Any, ids: Sequence[int]) -> dict[int, str | None]:
+    """Return the algorithm's name in the config of each run, by run id. Call this inside a transaction."""
     query = f"SELECT id, config FROM runs WHERE id IN ({among(ids)})"
     return {row["id"]: (row["config"].get("algorithm") or {}).get("name") for row in select_rows(tx, query)}
 

@@ -16,8 +16,17 @@ from agentrl.workflow.store.reads.solved_rule import MEMBERS
 
 MAX_TASKS = 50
 """The most tasks in the result."""
-NUMBERS = ["status", "iterations_done", "episodes_done", "last_reward", "eval_reward", "best_reward", "best_version", "seconds"]
-"""The columns of `RunRow` among the numbers."""
+NUMBERS = {
+    "status": "status",
+    "iterations_done": "iterations done",
+    "episodes_done": "episodes done",
+    "last_reward": "reward of the last iteration",
+    "eval_reward": "held-out reward, newest",
+    "best_reward": "held-out reward, best",
+    "best_version": "version with the best",
+    "seconds": "total seconds",
+}
+"""The columns of `RunRow` among the numbers, each with its name in the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +62,9 @@ def load_run_differences(tx: Any, one: str, other: str) -> RunDifferences:
     keys = dict.fromkeys(key for config in configs for key in config)
     values = ((key, *(config.get(key) for config in configs)) for key in keys if key != "name")
     summaries = load_summaries(tx, rows)
-    numbers = [{name: row[name] for name in NUMBERS} | {"tokens": summaries[row.id].tokens} for row in rows]
+    numbers = [{name: row[column] for column, name in NUMBERS.items()} for row in rows]
     for row, its in zip(rows, numbers, strict=True):
+        its["tokens read and sampled"] = summaries[row.id].tokens
         its |= {f"{part['part']} seconds": part["seconds"] for part in load_run_seconds(tx, row.run, episodes=False)}
     names = dict.fromkeys(name for its in numbers for name in its)
     tasks, shared = _load_tasks(tx, rows[0].id, rows[1].id)

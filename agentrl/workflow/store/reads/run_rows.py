@@ -14,6 +14,7 @@ from agentrl.workflow.store.reads.paging import (
     select_page,
     select_values,
 )
+from agentrl.workflow.store.reads.solved_rule import load_rule
 from agentrl.workflow.store.row_codecs import MAX_ID
 from agentrl.workflow.store.run_names import find_run
 from agentrl.workflow.tables.views import RunRow
@@ -207,6 +208,7 @@ def describe_flat_rewards(tx: Any, run: str, since: int) -> Row:
         episodes: the number of these episodes.
         called: the number of episodes with a tool call that could be parsed.
         unreadable: the number of episodes with a tool call that could not be parsed.
+        right_episodes: the number of episodes that are right (see `solved_rule`).
         parts: each reward part: its name (`part`), its smallest value (`least`) and its largest value (`most`).
         example: `id` and `final_answer` of the newest episode.
         algorithm: the run's algorithm.
@@ -216,17 +218,19 @@ def describe_flat_rewards(tx: Any, run: str, since: int) -> Row:
         WHERE i.run_id = :id AND i.number >= :since AND i.status = 'done' AND e.status = 'done'"""
     calls = "SELECT 1 FROM tool_calls c WHERE c.episode_id = e.id AND c.attempt = e.attempt AND c.kind <> 'grade'"
     args = {"id": run_id_and_name(tx, run)["id"], "since": since - 1}
+    rule = load_rule(tx, args["id"])
     counts = f"""
         SELECT count(*) AS episodes,
                count(*) FILTER (WHERE EXISTS ({calls} AND coalesce(c.error_class, '') <> 'parse_error')) AS called,
-               count(*) FILTER (WHERE EXISTS ({calls} AND c.error_class = 'parse_error')) AS unreadable {chosen}"""
+               count(*) FILTER (WHERE EXISTS ({calls} AND c.error_class = 'parse_error')) AS unreadable,
+               count(*) FILTER (WHERE {rule.condition("e")}) AS right_episodes {chosen}"""
     parts = f"""
         SELECT r.part, min(r.value) AS least, max(r.value) AS most FROM rewards r JOIN reward_sets s ON s.id = r.reward_set_id
         WHERE s.name = 'default' AND r.episode_id IN (SELECT e.id {chosen}) GROUP BY r.part ORDER BY r.part"""
     example = f"SELECT e.id, e.final_answer {chosen} ORDER BY e.id DESC LIMIT 1"
     algorithm = "SELECT config -> 'algorithm' ->> 'name' AS algorithm FROM runs WHERE id = :id"
     return {
-        **select_rows(tx, counts, **args)[0],
+        **select_rows(tx, counts, **args, **rule.parameters)[0],
         **select_rows(tx, algorithm, id=args["id"])[0],
         "parts": select_rows(tx, parts, **args),
         "example": next(iter(select_rows(tx, example, **args)), {}),

@@ -81,6 +81,13 @@ class SolvedRule:
               LIMIT 1), 0) END AS solved
             FROM ({MEMBERS}) m WHERE {condition}) SELECT * FROM judged"""
 
+    def right_groups(self) -> str:
+        """Return the SQL of the number of right groups in the iteration `:number`, counted from 1: those with equal rewards in
+        which an episode is right.
+        """
+        judged = self.solved_groups("m.iteration = :number AND m.std_reward = 0")
+        return f"SELECT coalesce(sum(solved), 0) AS right_groups FROM ({judged}) judged"
+
     def lost_groups(self, condition: str = "1 = 1") -> str:
         """Return the SQL of the ids of the groups that the run sampled and that are not solved, although the previous group of
         the same task was solved.
@@ -110,6 +117,13 @@ class SolvedRule:
     @property
     def _asks_env(self) -> bool:
         return self.gives and not self.correct and max(self.weights.values(), default=0.0) <= 1
+
+
+def is_solved(tx: Any, run_id: int, group: int) -> bool:
+    """Return whether an episode of the group is right by the rule of the run. Call this inside a transaction."""
+    rule = load_rule(tx, run_id)
+    query = f"SELECT 1 FROM episodes e WHERE e.group_id = :group AND e.status = 'done' AND {rule.condition('e')} LIMIT 1"
+    return bool(select_rows(tx, query, group=group, **rule.parameters))
 
 
 def load_rule(tx: Any, run_id: int, name: str = "") -> SolvedRule:
