@@ -200,7 +200,7 @@ def _load_episodes(tx: Any, run_id: int, groups: Sequence[int]) -> dict[int, lis
 def _load_solved(tx: Any, run_id: int, number: int) -> set[int]:
     """Return the ids of the groups of an iteration in which an episode is right."""
     rule = load_rule(tx, run_id)
-    query = rule.solved_groups("m.iteration = :number")
+    query = rule.judged_groups("m.iteration = :number")
     return {row["id"] for row in select_rows(tx, query, run_id=run_id, number=number, **rule.parameters) if row["solved"]}
 
 

@@ -85,7 +85,7 @@ class SolvedRule:
         """Return the SQL of the number of right groups in the iteration `:number`, counted from 1: those with equal rewards in
         which an episode is right.
         """
-        judged = self.solved_groups("m.iteration = :number AND m.std_reward = 0")
+        judged = self.judged_groups("m.iteration = :number AND m.std_reward = 0")
         return f"SELECT coalesce(sum(solved), 0) AS right_groups FROM ({judged}) judged"
 
     def lost_groups(self, condition: str = "1 = 1") -> str:
