@@ -37,8 +37,7 @@ from agentrl.workers.jobs.agent_conversation import (
     next_digest,
     offer_digest,
 )
-from agentrl.workflow.chat.rendering import Chat
-from agentrl.workflow.chat.text_length import TooLong
+from agentrl.workflow.chat.rendering import Chat, TooLong
 from agentrl.workflow.dialects import Ask
 from agentrl.workflow.engines import Completion
 from agentrl.workflow.errors import ModelError
