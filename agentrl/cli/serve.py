@@ -120,7 +120,7 @@ def _use_upstream(url: str, engine: str | None) -> str:
 
 def _read_origins(text: str, key: str) -> frozenset[str]:
     """Return the origins that AGENTRL_SERVE_ORIGINS lists. Raise ConfigError if a value is not an origin, or no key is set."""
-    from agentrl.workers.http.cors import read_origins
+    from agentrl.workers.http.calls import read_origins
 
     try:
         origins = read_origins(text)

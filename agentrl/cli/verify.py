@@ -135,14 +135,14 @@ def _check_tokens(origin: "Origin", experiment: "Experiment") -> "TokensReport":
     from agentrl.workflow.dialects.client_sampling import key_asked, limits_asked, with_stop
     from agentrl.workflow.models.policy import open_run_base
     from agentrl.workflow.settings import settings
-    from agentrl.workflow.store import agent_steps
+    from agentrl.workflow.store.steps import load_requests
     from agentrl.workflow.trajectory import GRAMMAR
 
     where = settings()
     policy = open_run_base(experiment.config.model, origin.base, origin.base_hash, origin.manifest, where.device, where.threads)
     schemas = [tool.schema for tool in experiment.tools.values()]
     lost = missing_weights(origin.policies, origin.collected)
-    stored = agent_steps.load_requests(stored_database(), [origin.record.episode.id]).get(origin.record.episode.id, {})
+    stored = load_requests(stored_database(), [origin.record.episode.id]).get(origin.record.episode.id, {})
     requests = {step: (request.tools, request.template_options) for step, request in stored.items()}
     rollout, options_by_step = experiment.config.rollout, {step: request.asked for step, request in stored.items()}
     is_clients = experiment.config.agent is not None and experiment.config.agent.name == CLIENTS

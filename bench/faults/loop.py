@@ -91,7 +91,6 @@ _PRELOADED = (
     "agentrl.workflow.control.snapshot",
     "agentrl.workflow.store.agent_attempts",
     "agentrl.workflow.store.agent_holds",
-    "agentrl.workflow.store.agent_steps",
     "agentrl.workflow.store.endpoint_reads",
     "asyncio",
     "bench.faults.world",

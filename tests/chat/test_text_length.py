@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.workflow.chat.text_length import PIECE, TooLong, check_length
+from agentrl.workflow.chat.rendering import PIECE, TooLong, check_length
 from agentrl.workflow.trajectory import Message
 from tests.support.small_models import chat
 

@@ -9,11 +9,11 @@ import pytest
 from sqlalchemy import text
 
 from agentrl.workflow.errors import Fenced
-from agentrl.workflow.store import agent_holds, agent_steps, rollout_claims, tool_calls, vacuum
-from agentrl.workflow.store.agent_steps import CONTINUED
+from agentrl.workflow.store import agent_holds, rollout_claims, steps, tool_calls, vacuum
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
+from agentrl.workflow.store.steps import CONTINUED
 from agentrl.workflow.trajectory import (
     ROOT,
     CallRecord,
@@ -68,7 +68,7 @@ def reclaimed(db: Database, work: GroupWork) -> tuple[Step, ...]:
 
 
 def commit(db: Database, work: GroupWork, *records: StepRecord) -> list[Step]:
-    return agent_steps.commit_calls(db, work.fence, records)
+    return steps.commit_calls(db, work.fence, records)
 
 
 def test_agent_step_that_continues_has_next_index_in_chain(database: Database) -> None:
@@ -170,7 +170,7 @@ def test_agent_step_tools_and_template_options_are_stored_once(database: Databas
     brought: Mapping[str, Any] = {"tools": TOOLS, "template_options": {"enable_thinking": False}, "asked": {"temperature": 0.5}}
     commit(database, work, *(answer(work, f"r{n}", turn(), brought=brought) for n in range(3)), answer(work, "bare", turn()))
     assert value(database, "SELECT count(*) FROM request_options") == 1
-    requests = agent_steps.load_requests(database, [work.episodes[0].id])[work.episodes[0].id]
+    requests = steps.load_requests(database, [work.episodes[0].id])[work.episodes[0].id]
     assert list(requests) == [0, 1, 2, 3]
     assert requests[0] == StepRequest("r0", "hash of r0", **brought)
     assert list(requests[0].tools[0]["function"]["parameters"]) == ["b", "a"]
@@ -180,7 +180,7 @@ def test_agent_step_tools_and_template_options_are_stored_once(database: Databas
 def test_agent_step_delivery_can_be_recorded_later(database: Database) -> None:
     work = begun(database)
     commit(database, work, answer(work, "a", turn(delivered=False)))
-    agent_steps.mark_delivered(database, work.fence, {(work.episodes[0].id, 0): True})
+    steps.mark_delivered(database, work.fence, {(work.episodes[0].id, 0): True})
     assert stored(database, work)[0].delivered
 
 
@@ -199,5 +199,5 @@ def test_vacuum_keeps_what_agents_sent(database: Database) -> None:
     agent_holds.open_attempts(database, work.fence, [work.episodes[0].id])
     vacuum.vacuum(database)
     assert stored(database, work) == (step,)
-    assert agent_steps.load_requests(database, [work.episodes[0].id])[work.episodes[0].id][0].tools == TOOLS
+    assert steps.load_requests(database, [work.episodes[0].id])[work.episodes[0].id][0].tools == TOOLS
     assert values(database, "SELECT status FROM agent_attempts") == ["pending"]

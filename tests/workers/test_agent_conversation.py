@@ -11,9 +11,9 @@ from agentrl.workers.jobs import pending_agents
 from agentrl.workers.jobs.agent_conversation import CONTINUES_NONE, History, Match
 from agentrl.workers.jobs.sampling_server import sampling_server
 from agentrl.workflow.dialects import Ask
-from agentrl.workflow.store.agent_steps import CONTINUED
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import ledger
+from agentrl.workflow.store.steps import CONTINUED
 from agentrl.workflow.trajectory import ROOT, Message, Step, ToolCall
 from tests.support.agents_stage import Stage, ask, end_agent, episode_of, group_of, run_agent, staged, user
 from tests.support.small_models import chat

@@ -18,8 +18,8 @@ from agentrl.workflow.chat.grammar import recorded_grammar
 from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.models.policy import Policy
-from agentrl.workflow.store.agent_steps import load_requests
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.steps import load_requests
 from agentrl.workflow.training.training_rows import TokenLayout, rows_of
 from agentrl.workflow.trajectory import Episode, Group, PolicyRef
 from tests.inference.test_guided_sampling import TOO_COMPLEX

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.workers.http.api_errors import ApiError, too_large
-from agentrl.workers.http.cors import read_origins
+from agentrl.workers.http.calls import read_origins
 from agentrl.workers.jobs.agent_calls import ANNOTATIONS
 from agentrl.workers.serving import served_clients
 from agentrl.workers.serving.attempt_keys import AttemptKeys

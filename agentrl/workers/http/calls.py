@@ -1,7 +1,10 @@
-"""The application of an API: its routes, one request with its response, and the limits on request and response."""
+"""The application of an API: its routes, one request with its response, the limits on request and response, and which web pages
+of other sites may read the responses in a browser (cross-origin requests).
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence, Set
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from logging import Logger
@@ -11,7 +14,7 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.types import Receive, Scope, Send
 
-from agentrl.workers.http import api_errors, cors
+from agentrl.workers.http import api_errors
 from agentrl.workers.http.api_errors import Headers
 from agentrl.workflow.dialects import RequestError
 from agentrl.workflow.errors import ServiceError, locate_error
@@ -25,6 +28,16 @@ BASES = ("/v1", "", "/v1/v1")
 """The two beginnings of paths that mean the same. A client's base URL may end with `/v1` or not, because some clients add `/v1`
 themselves.
 """
+PAGE_HEADERS = (
+    b"authorization, content-type, idempotency-key, x-api-key, x-agentrl-episode, "
+    b"anthropic-version, anthropic-beta, anthropic-dangerous-direct-browser-access"
+)
+"""The headers that a page may send. In addition, a page may send the headers of the SDKs (`x-stainless-...`)."""
+EXPOSED_HEADERS = b"x-request-id, request-id, retry-after, x-agentrl-not-applied, x-agentrl-policy-version"
+"""The headers of a response that a page may read."""
+PREFLIGHT_SECONDS = b"600"
+_ORIGIN = re.compile(r"https?://[a-z0-9.\-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:.]+\](:[0-9]{1,5})?")
+_OF_SDK = re.compile(rb"x-stainless-[a-z\-]{1,40}")
 _JSON = "application/json"
 _CALL = "agentrl.call"
 
@@ -208,7 +221,7 @@ class Application:
     async def _answer_route(self, route: ApiRoute, call: Call) -> None:
         self._check_head(call, route.path)
         if call.method == "OPTIONS" and not call.path_key and call.headers.get("origin", "") in self._origins:
-            await call.answer_empty(cors.preflight_headers(call.headers, route.method))
+            await call.answer_empty(_preflight_headers(call.headers, route.method))
             return
         if call.method != route.method:
             raise api_errors.wrong_method(route.method)
@@ -233,7 +246,7 @@ class Application:
         if len(call.scope["raw_path"]) + sum(len(name) + len(value) for name, value in call.scope["headers"]) > MAX_HEAD_BYTES:
             raise api_errors.long_head(MAX_HEAD_BYTES)
         if self._origins and not call.path_key:
-            call.added_headers += cors.answer_headers(call.headers, self._origins)
+            call.added_headers += _origin_headers(call.headers, self._origins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,3 +267,41 @@ def _spellings(route: ApiRoute) -> list[str]:
     """Return the paths at which the route is served."""
     below = route.path.removeprefix("/v1")
     return [route.path] if below == route.path else [f"{base}{below}" for base in BASES]
+
+
+def read_origins(text: str) -> frozenset[str]:
+    """Return the origins in a comma-separated text. Origins are compared in the form that browsers send: scheme, host and port,
+    without patterns.
+
+    Raises:
+        ValueError: a part of the text is not an origin in the form that browsers send.
+    """
+    origins = [origin.strip() for origin in text.split(",") if origin.strip()]
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ValueError(f"{origin!r} is not an origin: write scheme://host or scheme://host:port in lower case")
+    return frozenset(origins)
+
+
+def _origin_headers(headers: Mapping[str, str], origins: Set[str]) -> Headers:
+    """Return the headers that let a browser show a response to the page. If the page's origin is not allowed, return only
+    `vary`.
+    """
+    vary: Headers = [(b"vary", b"Origin")]  # a cache must not give one origin what names another
+    origin = headers.get("origin", "")
+    if origin not in origins:
+        return vary
+    return [*vary, (b"access-control-allow-origin", origin.encode()), (b"access-control-expose-headers", EXPOSED_HEADERS)]
+
+
+def _preflight_headers(headers: Mapping[str, str], method: str) -> Headers:
+    """Return the additional headers of the response to a preflight: the OPTIONS request that a browser sends before a page's
+    request. The response needs the headers of `_origin_headers` too.
+    """
+    names = headers.get("access-control-request-headers", "").lower().replace(" ", "").encode("latin-1").split(b",")
+    of_sdk = [name for name in names[:50] if _OF_SDK.fullmatch(name)]
+    return [
+        (b"access-control-allow-methods", method.encode()),
+        (b"access-control-allow-headers", b", ".join([PAGE_HEADERS, *of_sdk])),
+        (b"access-control-max-age", PREFLIGHT_SECONDS),
+    ]

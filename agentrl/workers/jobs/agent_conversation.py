@@ -22,8 +22,7 @@ from itertools import takewhile
 from typing import Any
 
 from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, AttemptGone, Drawn, Refused
-from agentrl.workflow.chat.rendering import Chat
-from agentrl.workflow.chat.text_length import TooLong
+from agentrl.workflow.chat.rendering import Chat, TooLong
 from agentrl.workflow.dialects import Ask, RecordedResponse, RequestError, ResponseTurn
 from agentrl.workflow.engines import Completion
 from agentrl.workflow.errors import ModelError

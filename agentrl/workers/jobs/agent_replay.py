@@ -37,14 +37,13 @@ from agentrl.workers.jobs.agent_conversation import (
     next_digest,
     offer_digest,
 )
-from agentrl.workflow.chat.rendering import Chat
-from agentrl.workflow.chat.text_length import TooLong
+from agentrl.workflow.chat.rendering import Chat, TooLong
 from agentrl.workflow.dialects import Ask
 from agentrl.workflow.engines import Completion
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.inference.prompt_draft import Lines
-from agentrl.workflow.store.agent_steps import EarlierAttempt
 from agentrl.workflow.store.row_codecs import pack
+from agentrl.workflow.store.steps import EarlierAttempt
 from agentrl.workflow.trajectory import RAW_ROLES, Message, Step, StepRequest, messages_of
 
 WAIT_SECONDS = 5.0

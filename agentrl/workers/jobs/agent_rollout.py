@@ -39,11 +39,12 @@ from agentrl.workflow.hooks import load_hooks
 from agentrl.workflow.inference.prompt_draft import Draft
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import agent_holds, agent_steps
+from agentrl.workflow.store import agent_holds
 from agentrl.workflow.store.agent_attempts import MISMATCH
 from agentrl.workflow.store.agent_holds import AgentState
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import MAX_LOSSES, Fence, GroupWork, Outcome
+from agentrl.workflow.store.steps import load_earlier, load_requests
 from agentrl.workflow.token_chains import EQUAL
 from agentrl.workflow.tool_formats import Schema
 from agentrl.workflow.trajectory import (
@@ -194,7 +195,7 @@ class AgentRollout:
         """
         numbers = list(self.recorder.episodes)
         attempts = agent_holds.current_attempts(self.db, self.work.fence.group)
-        requests = agent_steps.load_requests(self.db, numbers)
+        requests = load_requests(self.db, numbers)
         agent_holds.publish_address(self.db, self.work.fence, self.server.address)
         self.recorder.begin_with_agents()
         for number, episode in self.recorder.episodes.items():
@@ -522,7 +523,7 @@ class AgentRollout:
         attempt = self._conversations[number].attempt + 1
         self._drop(number)
         self.recorder.restart(number)
-        requests = agent_steps.load_requests(self.db, [number]) if self.recorder.episodes[number].inherited else {}
+        requests = load_requests(self.db, [number]) if self.recorder.episodes[number].inherited else {}
         self._hold(number, Conversation.of(self.recorder.episodes[number], attempt, requests.get(number, {})))
         self.agents.give([number])
 
@@ -572,7 +573,7 @@ class AgentRollout:
         is_again = conversation.attempt > 0 and agent.resume == "replay"
         if not is_again and not episode.inherited:
             return
-        earlier = agent_steps.load_earlier(self.db, episode, conversation.attempt) if is_again else []
+        earlier = load_earlier(self.db, episode, conversation.attempt) if is_again else []
         try:
             self._replays[number] = AgentReplay.of(agent.replay_ignore, conversation, episode.inherited, earlier)
         except Contradiction as error:

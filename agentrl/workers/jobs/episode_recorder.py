@@ -17,7 +17,7 @@ from agentrl.workflow.envs import Env, gives_rewards, optional_rewards
 from agentrl.workflow.errors import RewardError
 from agentrl.workflow.hooks import Hook
 from agentrl.workflow.rewards import Judge, questions
-from agentrl.workflow.store import agent_steps, blocked_runs, episode_annotations, steps
+from agentrl.workflow.store import blocked_runs, episode_annotations, steps
 from agentrl.workflow.store import rollout_claims as store
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
@@ -97,7 +97,7 @@ class EpisodeRecorder:
         Returns:
             The stored steps, in the order of `records`.
         """
-        committed = agent_steps.commit_calls(self.db, self.work.fence, records)
+        committed = steps.commit_calls(self.db, self.work.fence, records)
         for record, step in zip(records, committed, strict=True):
             number = record.episode
             if number in self.episodes and step.index == len(self.episodes[number].steps):
@@ -108,7 +108,7 @@ class EpisodeRecorder:
 
     def mark_delivered(self, number: int, index: int, delivered: bool) -> None:
         """Record whether the client has received the step completely."""
-        agent_steps.mark_delivered(self.db, self.work.fence, {(number, index): delivered})
+        steps.mark_delivered(self.db, self.work.fence, {(number, index): delivered})
         self._change_step(number, replace(self.episodes[number].steps[index], delivered=delivered))
 
     def commit_results(self, answered: Mapping[int, tuple[ToolResult, ...]]) -> list[int]:
@@ -189,7 +189,7 @@ class EpisodeRecorder:
             self._call_hooks("on_trace_end", episode)
 
     def _show_results(self, number: int, contained: Mapping[tuple[int, int], str]) -> None:
-        """Add the results of earlier calls that a request contained, in the form in which `agent_steps` stored them."""
+        """Add the results of earlier calls that a request contained, in the form in which `steps.commit_calls` stored them."""
         stored = self._shown.setdefault(number, {})
         for key, content in contained.items():
             stored.setdefault(key, storable(content))

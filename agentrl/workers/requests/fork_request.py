@@ -11,11 +11,11 @@ from agentrl.workflow.agent import QUESTION
 from agentrl.workflow.config import CLIENTS, build
 from agentrl.workflow.errors import ConfigError, ModelError, StateError
 from agentrl.workflow.experiment import Experiment
-from agentrl.workflow.store.agent_steps import load_requests
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import Fork, ForkPoint, load_fork_point
 from agentrl.workflow.store.run_format import check_format
 from agentrl.workflow.store.run_names import Version, find_stored_policy, parse_version
+from agentrl.workflow.store.steps import load_requests
 from agentrl.workflow.trajectory import Message, PolicyRef
 
 OTHER_CODE = "The code of the rewards has changed since the parent was scored; parent and forks still share a group."

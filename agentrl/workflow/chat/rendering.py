@@ -26,7 +26,6 @@ from agentrl.workflow.chat.stop_strings import Spelling, Stops, cut_at_stop
 from agentrl.workflow.chat.template_options import check_options
 from agentrl.workflow.chat.template_probe import FAULTS, Manner, find_trouble, manner_of
 from agentrl.workflow.chat.templates import render_template, template_error
-from agentrl.workflow.chat.text_length import TooLong, check_length
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.tool_formats import AUTO, Schema
 from agentrl.workflow.trajectory import RAW_ROLES, Message
@@ -43,6 +42,18 @@ KEPT = 256
 Clients may send any number of tools and strings.
 """
 
+UNCHECKED = 4
+"""The number of characters, as a multiple of `max_tokens`, up to which the length of a text is not checked."""
+
+EXCESS = 2
+"""The number of tokens, as a multiple of `max_tokens`, above which a text is certainly too long.
+
+The pieces are tokenized separately, so the counted number may be somewhat too high.
+"""
+
+PIECE = 65_536
+"""The number of characters that are tokenized at once to check the length of a text."""
+
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 Key = TypeVar("Key", bound=Hashable)
@@ -53,6 +64,10 @@ _PROBE_QUESTION = Message("user", "zqquestion")
 _PROBE_ANSWER = Message("assistant", "zqanswer", thought="zqthought")
 _PROBE_RESULT = Message("tool", "zqresult", name="zqtool")
 _PROBE_WORDS = (_PROBE_QUESTION.content, _PROBE_ANSWER.content, _PROBE_ANSWER.thought)
+
+
+class TooLong(ModelError):
+    """The messages certainly have more tokens than fit into the window."""
 
 
 class _ProbeAnswer(NamedTuple):
@@ -484,3 +499,18 @@ def _kept(cache: OrderedDict[Key, Value], key: Key, make: Callable[[], Value]) -
         while len(cache) > KEPT:
             cache.popitem(last=False)
     return value
+
+
+def check_length(encode: Callable[[str], Sequence[int]], text: str, max_tokens: int) -> None:
+    """Refuse a text with many more than `max_tokens` tokens. A short text is accepted without tokenizing it.
+
+    A longer text is tokenized in pieces, until it is certainly too long or its end is reached. Raise TooLong if the text has
+    more than `max_tokens` tokens.
+    """
+    if len(text) <= UNCHECKED * max_tokens:
+        return
+    count = 0
+    for start in range(0, len(text), PIECE):
+        count += len(encode(text[start : start + PIECE]))
+        if count > EXCESS * max_tokens:
+            raise TooLong(f"The messages have more than {max_tokens} tokens.")

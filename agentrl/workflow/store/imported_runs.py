@@ -11,11 +11,11 @@ from sqlalchemy import Connection, func, select, update
 
 from agentrl.workflow.annotations import Annotation
 from agentrl.workflow.errors import ConflictError
-from agentrl.workflow.store.agent_steps import insert_calls
 from agentrl.workflow.store.connect import transaction
 from agentrl.workflow.store.episode_annotations import insert_annotations
 from agentrl.workflow.store.planning import Submission, insert_submission, log
 from agentrl.workflow.store.rollout_claims import Fence, Outcome, end_episodes
+from agentrl.workflow.store.steps import insert_calls
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import StepRecord, StopReason, Task
 

@@ -1,25 +1,43 @@
-"""The two transactions of a step. T1, *sampled*, writes the tokens, the logprobs, and a pending row per tool call. T2,
-*observed*, marks that all results are stored.
+"""The transactions of a step.
 
-No call is sent to the `tools` queue before T1, and the policy reads no result before T2. Steps that end at the same time are
-committed together. Judges of an ended episode are called in the same way, with rows of the kind `grade` (`commit_asked`).
+A step of the built-in loop has two. T1, *sampled*, writes the tokens, the logprobs, and a pending row per tool call. T2,
+*observed*, marks that all results are stored. No call is sent to the `tools` queue before T1, and the policy reads no result
+before T2. Steps that end at the same time are committed together. Judges of an ended episode are called in the same way, with
+rows of the kind `grade` (`commit_asked`).
+
+For external agents, one request to the model is one step (`commit_calls`). Several requests of one episode may run at the same
+time, so no request knows its step's number in advance: the commit gives the step its number and its chain. A request has an id:
+if a request with the same id is committed again, the stored step is returned. The agent runs its tools itself. Its tool calls
+are rows of the kind `agent`, which are never sent to a tools worker. A later request that contains a call's result completes
+the call's row. A call whose result no request contains becomes unobserved.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, func, select, update
+from sqlalchemy import Connection, Row, bindparam, func, select, update
 
-from agentrl.workflow.store.connect import read_transaction, transaction
+from agentrl.workflow.store.agent_attempts import MISMATCH
+from agentrl.workflow.store.connect import insert, read_transaction, transaction
 from agentrl.workflow.store.episode_annotations import insert_annotations, tools_annotations
+from agentrl.workflow.store.episode_loader import load_earlier_attempts
 from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.store.rollout_claims import Fence, HeldEpisodes, check_claim
-from agentrl.workflow.store.row_codecs import call_row, step_row, token_row
+from agentrl.workflow.store.row_codecs import call_row, clean_tree, step_row, token_row
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import Utc
-from agentrl.workflow.trajectory import CallRecord, Step, StepRecord, ToolCall, ToolResult
+from agentrl.workflow.trajectory import ROOT, CallRecord, Episode, Step, StepRecord, StepRequest, ToolCall, ToolResult, storable
+
+CONTINUED = "another turn continues the same one"
+"""The reason that a step starts a new chain although its tokens continue its parent's: another step already continues the
+parent's chain.
+"""
+BESIDE = "requested while another request was still running"
+"""The reason that a step starts a new chain if its request arrived before the first step of the episode was stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +49,13 @@ class JudgeQuestions:
     questions: Mapping[str, Mapping[str, Any]]
 
 
-_EPISODES, _STEPS, _CALLS = schema.episodes.c, schema.steps.c, schema.tool_calls.c
-THE_STEP = (
+_EPISODES, _STEPS, _CALLS, _OPTIONS = schema.episodes.c, schema.steps.c, schema.tool_calls.c, schema.request_options.c
+_THE_STEP = (
     (_STEPS.episode_id == bindparam("of_episode"))
     & (_STEPS.attempt == bindparam("of_attempt"))
     & (_STEPS.number == bindparam("of_number"))
 )
-_STEP_ID = select(_STEPS.id).where(THE_STEP).scalar_subquery()
+_STEP_ID = select(_STEPS.id).where(_THE_STEP).scalar_subquery()
 _NEW_STEP = PreparedStatement(schema.steps.insert().inline())
 _NEW_TOKENS = PreparedStatement(schema.step_tokens.insert().values(step_id=_STEP_ID).inline())
 _NEW_CALL = PreparedStatement(schema.tool_calls.insert().values(step_id=_STEP_ID).inline())
@@ -73,17 +91,17 @@ def commit_sampled(tx: Connection, fence: Fence, records: Sequence[StepRecord]) 
     held = check_claim(tx, fence)
     fresh = [record for record in records if record.step.index >= held.steps[record.episode]]
     if fresh:
-        insert_steps(tx, fresh, held)
+        _insert_steps(tx, fresh, held)
     return _load_call_ids(tx, fence, records)
 
 
-def insert_steps(tx: Connection, records: Sequence[StepRecord], held: HeldEpisodes, options: int | None = None) -> None:
+def _insert_steps(tx: Connection, records: Sequence[StepRecord], held: HeldEpisodes, options: int | None = None) -> None:
     """Write the rows of sampled steps, their tokens and their calls, and update the counts in their episodes. `options` is the
     id of the row in `request_options` with the tools and template options of the steps' requests; None if the requests have
     neither.
     """
     _NEW_STEP.run(tx, *(step_row(record, held.run, held.attempts[record.episode], options) for record in records))
-    _NEW_TOKENS.run(tx, *(step_key(record.episode, record.step.index, held) | token_row(record.step) for record in records))
+    _NEW_TOKENS.run(tx, *(_step_key(record.episode, record.step.index, held) | token_row(record.step) for record in records))
     _COUNT_STEP.run(tx, *(_step_counts(record) for record in records))
     calls = [
         _call_row(item, record.episode, record.step.index, number, held, "call" if record.request is None else "agent")
@@ -94,14 +112,14 @@ def insert_steps(tx: Connection, records: Sequence[StepRecord], held: HeldEpisod
         _NEW_CALL.run(tx, *calls)
 
 
-def step_key(episode: int, step: int, held: HeldEpisodes) -> dict[str, int]:
-    """Return the parameters of the SQL condition `THE_STEP`, which selects one step."""
+def _step_key(episode: int, step: int, held: HeldEpisodes) -> dict[str, int]:
+    """Return the parameters of the SQL condition `_THE_STEP`, which selects one step."""
     return {"of_episode": episode, "of_attempt": held.attempts[episode], "of_number": step}
 
 
 def _call_row(item: CallRecord, episode: int, step: int, number: int, held: HeldEpisodes, kind: str) -> dict[str, Any]:
     names = {"run": held.run, "episode_id": episode, "attempt": held.attempts[episode], "step": step}
-    return step_key(episode, step, held) | names | call_row(item, number, kind)
+    return _step_key(episode, step, held) | names | call_row(item, number, kind)
 
 
 def _step_counts(record: StepRecord) -> dict[str, Any]:
@@ -148,7 +166,7 @@ def list_calls(tx: Connection, episode: int, step: int) -> list[int]:
     return list(tx.execute(query.where(calls.kind == "call").order_by(calls.call)).scalars())
 
 
-MARK_OBSERVED = PreparedStatement(update(schema.steps).where(THE_STEP, _STEPS.observed_at.is_(None)))
+_MARK_OBSERVED = PreparedStatement(update(schema.steps).where(_THE_STEP, _STEPS.observed_at.is_(None)))
 _COUNT_RESULTS = PreparedStatement(
     update(schema.episodes)
     .where(_EPISODES.id == bindparam("episode"))
@@ -164,7 +182,7 @@ def commit_observed(tx: Connection, fence: Fence, observed: Sequence[tuple[int, 
     held = check_claim(tx, fence)
     for episode, step in observed:
         results = step.results or ()
-        if MARK_OBSERVED.run(tx, {**step_key(episode, step.index, held), "observed_at": datetime.now(UTC)}):
+        if _MARK_OBSERVED.run(tx, {**_step_key(episode, step.index, held), "observed_at": datetime.now(UTC)}):
             errors = sum(result.error_class is not None for result in results)
             seconds = sum(result.seconds for result in results)
             _COUNT_RESULTS.run(tx, {"episode": episode, "errors": errors, "seconds": seconds})
@@ -192,7 +210,7 @@ def commit_asked(tx: Connection, fence: Fence, questions: Sequence[JudgeQuestion
 
 
 def _insert_questions(tx: Connection, one: JudgeQuestions, held: HeldEpisodes) -> list[int]:
-    key = step_key(one.episode, one.step, held)
+    key = _step_key(one.episode, one.step, held)
     rows = tx.execute(_ROWS_OF_STEP, key).all()
     judges = {row.tool for row in rows if row.kind == "grade"}
     fresh = [judge for judge in one.questions if judge not in judges]
@@ -221,3 +239,218 @@ def restart_episode(tx: Connection, fence: Fence, episode: int) -> None:
         .where(schema.episodes.c.id == episode)
         .values(attempt=schema.episodes.c.attempt + 1, generate_seconds=0, tool_seconds=0, **fresh)
     )
+
+
+# steps of external agents
+
+
+@dataclass(frozen=True, slots=True)
+class _StepPosition:
+    """The position of a stored or inherited step in its episode."""
+
+    number: int
+    chain: int
+    parent: int
+    request_id: str
+
+
+_PLACES = PreparedStatement(
+    select(_STEPS.number, _STEPS.chain, _STEPS.parent_step, _STEPS.request_id)
+    .where(_STEPS.episode_id == bindparam("of_episode"), _STEPS.attempt == bindparam("of_attempt"))
+    .order_by(_STEPS.number)
+)
+_SHOW_RESULT = PreparedStatement(
+    update(schema.tool_calls)
+    .where(_CALLS.episode_id == bindparam("of_episode"), _CALLS.attempt == bindparam("of_attempt"))
+    .where(_CALLS.step == bindparam("of_step"), _CALLS.call == bindparam("of_call"))
+    .where(_CALLS.kind == "agent", _CALLS.status == "pending")
+)
+_OPEN_CALL = PreparedStatement(
+    select(_CALLS.id)
+    .where(_CALLS.episode_id == bindparam("of_episode"), _CALLS.attempt == bindparam("of_attempt"))
+    .where(_CALLS.step == bindparam("of_step"), _CALLS.kind == "agent", _CALLS.status == "pending")
+    .limit(1)
+)
+_OPTIONS_OF_HASH = PreparedStatement(select(_OPTIONS.id).where(_OPTIONS.content_hash == bindparam("hash")))
+_DELIVER = PreparedStatement(update(schema.steps).where(_THE_STEP))
+
+
+@transaction
+def commit_calls(tx: Connection, fence: Fence, records: Sequence[StepRecord]) -> list[Step]:
+    """Commit the steps, and the results of earlier tool calls: an agent runs its calls itself, so the messages of its next
+    request contain the results. Return the steps in the order of `records`.
+
+    The returned steps have their index, parent and chain. A step whose request id is already stored is not written again. Raise
+    Fenced if another worker holds the group.
+    """
+    return insert_calls(tx, fence, records)
+
+
+def insert_calls(tx: Connection, fence: Fence, records: Sequence[StepRecord]) -> list[Step]:
+    """Write the rows of `commit_calls` in the transaction `tx`. See `commit_calls`."""
+    held = check_claim(tx, fence)
+    places: dict[int, list[_StepPosition]] = {}
+    return [_commit_call(tx, record, held, places) for record in records]
+
+
+def _commit_call(tx: Connection, record: StepRecord, held: HeldEpisodes, positions: dict[int, list[_StepPosition]]) -> Step:
+    request = record.request
+    assert request is not None
+    if record.episode not in positions:
+        positions[record.episode] = _read_places(tx, record.episode, held)
+    places = positions[record.episode]
+    for place in places:
+        if place.request_id == request.id:
+            return replace(record.step, index=place.number, chain=place.chain, parent=place.parent)
+    step = _placed(record, places)
+    _insert_steps(tx, [replace(record, step=step)], held, _store_options(tx, request))
+    _show_results(tx, record, held)
+    places.append(_StepPosition(step.index, step.chain, ROOT if step.parent is None else step.parent, request.id))
+    return step
+
+
+def _read_places(tx: Connection, episode: int, held: HeldEpisodes) -> list[_StepPosition]:
+    rows = _PLACES.rows(tx, {"of_episode": episode, "of_attempt": held.attempts[episode]})
+    places = [
+        _StepPosition(number, chain, ROOT if parent is None else parent, request or "")
+        for number, chain, parent, request in rows
+    ]
+    return places if len(places) == held.steps[episode] else [*_inherited_places(tx, episode), *places]
+
+
+def _inherited_places(tx: Connection, episode: int) -> list[_StepPosition]:
+    """Return the positions of the steps that a fork inherits. No request of the fork has the id of one of theirs."""
+    fork = tx.execute(select(_EPISODES.parent_id, _EPISODES.inherited_steps).where(_EPISODES.id == episode)).one()
+    if fork.parent_id is None or not fork.inherited_steps:
+        return []
+    query = (
+        select(_STEPS.number, _STEPS.chain, _STEPS.parent_step)
+        .join(schema.episodes, (_EPISODES.id == _STEPS.episode_id) & (_EPISODES.attempt == _STEPS.attempt))
+        .where(_STEPS.episode_id == fork.parent_id)
+        .order_by(_STEPS.number)
+    )
+    rows = tx.execute(query).all()
+    own = [_StepPosition(row.number, row.chain, ROOT if row.parent_step is None else row.parent_step, "") for row in rows]
+    before = [*_inherited_places(tx, fork.parent_id), *own]
+    return [place for place in before if place.number < fork.inherited_steps]
+
+
+def _placed(record: StepRecord, places: Sequence[_StepPosition]) -> Step:
+    """Return the step with its index, parent and chain.
+
+    The step continues its parent's chain, unless the prompt diverges from the parent's tokens or another step already continues
+    that chain.
+    """
+    step = record.step
+    beside = next((place.number for place in places if place.request_id == record.beside), None) if record.beside else None
+    parent = (ROOT if step.parent is None else step.parent) if beside is None else beside
+    parent_position = next((place for place in places if place.number == parent), None)
+    number = places[-1].number + 1 if places else 0
+    if parent_position is not None and step.shared is None:
+        has_successor = any(place.parent == parent and place.chain == parent_position.chain for place in places)
+        if not has_successor:
+            return replace(step, index=number, parent=parent, chain=parent_position.chain)
+        step = replace(step, new_row=step.new_row or CONTINUED)
+    if places and not step.new_row:
+        step = replace(step, new_row=BESIDE)
+    chain = max((place.chain for place in places), default=-1) + 1
+    return replace(step, index=number, parent=parent, chain=chain)
+
+
+def _store_options(tx: Connection, request: StepRequest) -> int | None:
+    if not request.tools and not request.template_options:
+        return None
+    # Keys keep their order, in which a template shows them.
+    values = {"tools": clean_tree(list(request.tools)), "template_options": clean_tree(request.template_options)}
+    content_hash = hashlib.sha256(json.dumps(values).encode()).hexdigest()
+    stored = _OPTIONS_OF_HASH.rows(tx, {"hash": content_hash})
+    if not stored:
+        statement = insert(tx, schema.request_options).values(content_hash=content_hash, **values)
+        tx.execute(statement.on_conflict_do_nothing(index_elements=["content_hash"]))
+        stored = _OPTIONS_OF_HASH.rows(tx, {"hash": content_hash})
+    return int(stored[0][0])
+
+
+def _show_results(tx: Connection, record: StepRecord, held: HeldEpisodes) -> None:
+    """Store the results that the request contains, and mark each step as observed whose calls all have results."""
+    now = datetime.now(UTC)
+    key = {"of_episode": record.episode, "of_attempt": held.attempts[record.episode]}
+    steps = set[int]()
+    for (step, call), result in record.earlier_results.items():
+        values = {"status": "done", "result": storable(result), "finished_at": now}
+        if _SHOW_RESULT.run(tx, {**key, "of_step": step, "of_call": call, **values}):
+            steps.add(step)
+    for step in steps:
+        if not _OPEN_CALL.rows(tx, {**key, "of_step": step}):
+            _MARK_OBSERVED.run(tx, {**key, "of_number": step, "observed_at": now})
+
+
+@transaction
+def mark_delivered(tx: Connection, fence: Fence, delivered: Mapping[tuple[int, int], bool]) -> None:
+    """Store whether the client got the whole response of each step. Raise Fenced if another worker holds the group."""
+    held = check_claim(tx, fence)
+    for (episode, step), all_of_it in delivered.items():
+        _DELIVER.run(tx, {**_step_key(episode, step, held), "delivered": all_of_it})
+
+
+@read_transaction
+def load_requests(tx: Connection, episodes: Sequence[int]) -> dict[int, dict[int, StepRequest]]:
+    """Return the requests of the episodes' current attempts: episode id -> step number -> request, in order of steps. For a
+    fork, the requests of the inherited steps are included.
+    """
+    return _requests_of(tx, episodes)
+
+
+def _requests_of(tx: Connection, episodes: Sequence[int]) -> dict[int, dict[int, StepRequest]]:
+    requests: dict[int, dict[int, StepRequest]] = {}
+    forks = select(_EPISODES.id, _EPISODES.parent_id, _EPISODES.inherited_steps)
+    for fork in tx.execute(forks.where(_EPISODES.id.in_(episodes), _EPISODES.inherited_steps > 0)).all():
+        before = _requests_of(tx, [fork.parent_id]).get(fork.parent_id, {})
+        requests[fork.id] = {number: one for number, one in before.items() if number < fork.inherited_steps}
+    current = (_EPISODES.id == _STEPS.episode_id) & (_EPISODES.attempt == _STEPS.attempt)
+    query = _REQUESTS.join(schema.episodes, current).where(_STEPS.episode_id.in_(episodes))
+    for row in tx.execute(query.order_by(_STEPS.episode_id, _STEPS.number)):
+        requests.setdefault(row.episode_id, {})[row.number] = _request_of(row)
+    return requests
+
+
+_REQUESTS = (
+    select(_STEPS.episode_id, _STEPS.attempt, _STEPS.number, _STEPS.request_id, _STEPS.request_hash, _STEPS.asked)
+    .add_columns(_OPTIONS.tools, _OPTIONS.template_options)
+    .outerjoin(schema.request_options, _OPTIONS.id == _STEPS.options_id)
+    .where(_STEPS.request_id.is_not(None))
+)
+
+
+def _request_of(row: Row[Any]) -> StepRequest:
+    tools, options = tuple(row.tools or ()), row.template_options or {}
+    return StepRequest(row.request_id, row.request_hash or "", row.asked or {}, tools, options)
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierAttempt:
+    """A lost attempt at an episode: its steps, and by the step's index the request that the step answered. In a fork, the
+    inherited steps come first, and they have no request.
+    """
+
+    steps: tuple[Step, ...]
+    requests: Mapping[int, StepRequest]
+
+
+@read_transaction
+def load_earlier(tx: Connection, episode: Episode, attempt: int) -> list[EarlierAttempt]:
+    """Return the lost attempts from which the attempt with this number may be replayed, the oldest first.
+
+    If an attempt contradicted the record (`MISMATCH`), that attempt and all earlier ones are left out, because the attempt
+    after it began without a record.
+    """
+    agents = schema.agent_attempts.c
+    strayed = select(func.max(agents.attempt)).where(agents.episode_id == episode.id, agents.error_class == MISMATCH)
+    last = tx.execute(strayed.where(agents.attempt < attempt)).scalar_one()
+    first = 0 if last is None else last + 1
+    requests: dict[int, dict[int, StepRequest]] = {}
+    query = _REQUESTS.where(_STEPS.episode_id == episode.id, _STEPS.attempt.between(first, attempt - 1))
+    for row in tx.execute(query.order_by(_STEPS.attempt, _STEPS.number)):
+        requests.setdefault(row.attempt, {})[row.number] = _request_of(row)
+    steps = load_earlier_attempts(tx, episode, first, attempt - 1)
+    return [EarlierAttempt(steps[number], requests.get(number, {})) for number in sorted(steps)]
