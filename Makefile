@@ -120,7 +120,7 @@ learn-code: env
 learn-real: .venv/.learn
 	$(BIN)/python -m bench.learning.learn_real $(if $(smollm),--smollm $(smollm)) $(if $(qwen),--qwen $(qwen)) $(if $(only),--only $(only)) $(if $(seeds),--seeds $(seeds))
 
-# Every example trains as its page says: about an hour; results and curves are in docs/results/examples/ and examples/README.md.
+# The five examples that the tiny model can learn, by the commands of their pages: an hour, into docs/results/examples/ and examples/README.md.
 # `make learn-examples only=own_env,notebook`; an example that has a result is not run again.
 learn-examples: .venv/.learn
 	$(BIN)/python -m bench.learning.learn_examples $(if $(only),--only $(only))

@@ -122,7 +122,7 @@ def _compare_runs(first: str, second: str, as_json: bool) -> None:
         show_rows(values, ("key=config", *columns))
     else:
         say("Their configs are the same.")
-    show_rows([{**row} for row in differences.numbers], ("name=at the end", *columns))
+    show_rows([{**row} for row in differences.numbers], ("name=final number", *columns))
     if differences.tasks:
         tasks = [{**row, "question": one_line(row["question"], QUESTION_CHARS)} for row in differences.tasks]
         episodes = ("one_episode=episode of A", "other_episode=episode of B")

@@ -16,7 +16,7 @@ NewestRun = Annotated[
     str | None,
     typer.Argument(
         metavar="RUN",
-        help="Name or number of the run [the newest; evaluations last].",
+        help="Name or number of the run [the newest that is no evaluation].",
         show_default=False,
     ),
 ]
@@ -39,7 +39,7 @@ LastEpisode = Annotated[
     int | None,
     typer.Argument(
         metavar="EPISODE",
-        help="Number of the episode [the last one done; evaluations last].",
+        help="Number of the episode [the last one done in no evaluation].",
         show_default=False,
         parser=_episode_number,
     ),
@@ -60,7 +60,7 @@ def pick_run(db: Any, run: str | None) -> str:
     if not name:
         raise NotFoundError("There is no run yet.", first_run_hint())
     if not run:
-        say(f"The newest run: {name}")
+        say(f"The run: {name}")
     return name
 
 
@@ -77,7 +77,7 @@ def pick_episode(db: Any, episode: int | None) -> int:
     if last is None:
         raise NotFoundError("No episode is done yet.", "Follow the newest run: agentrl watch")
     number, run = last
-    say(f"The last episode: {number}, of the run {run}")
+    say(f"The episode: {number}, of the run {run}")
     return number
 
 

@@ -47,7 +47,7 @@ def main() -> None:
     trainer = agentrl.Trainer("grpo", model=asked.model, env=SUMS, **options)
     run = trainer.fit(train_dataset=rows[64:], val_dataset=rows[:64], iterations=asked.iterations, tasks_per_iteration=16)
     print(run.curve())
-    print(f"{run.name}: {run.status}, {sum(1 for _ in run.episodes().rows())} games")
+    print(f"{run.name}: {run.status}, {sum(1 for _ in run.episodes().rows())} episodes")
 
 
 if __name__ == "__main__":

@@ -98,11 +98,11 @@ def test_run_argument_defaults_to_newest_and_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for words, said in (
-        (["episodes"], "The newest run: by-hand"),
-        (["events"], "The newest run: by-hand"),
-        (["watch", "--json"], "The newest run: by-hand"),
-        (["replay"], "The last episode: 4, of the run by-hand"),
-        (["why"], "The last episode: 4, of the run by-hand"),
+        (["episodes"], "The run: by-hand"),
+        (["events"], "The run: by-hand"),
+        (["watch", "--json"], "The run: by-hand"),
+        (["replay"], "The episode: 4, of the run by-hand"),
+        (["why"], "The episode: 4, of the run by-hand"),
     ):
         assert main(words) == 0
         assert said in capsys.readouterr().err
@@ -117,10 +117,10 @@ def test_run_argument_skips_evaluations_if_other_runs_exist(
         return [line for line in capsys.readouterr().err.splitlines() if line.startswith("The ")]
 
     ready(data, submission("before", kind="eval"))
-    assert defaults() == ["The newest run: before", "The last episode: 4, of the run before"]
+    assert defaults() == ["The run: before", "The episode: 4, of the run before"]
     ready(data, submission("trained"))
     ready(data, submission("after", kind="eval"))
-    assert defaults() == ["The newest run: trained", "The last episode: 8, of the run trained"]
+    assert defaults() == ["The run: trained", "The episode: 8, of the run trained"]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ SMALL: dict[str, list[str]] = {
     "own_env": ["own_env.py", "--iterations", "1", "--group-size", "2"],
     "prompt_only": ["prompt_only.py", "--rounds", "1", "--tasks", "12", "--critic", "scripted"],
 }
-ENDS = {"prompt_only": "versions tried", "own_env": "32 games", "openai_agents_sdk": "4 episodes"}
+ENDS = {"prompt_only": "versions tried", "own_env": "32 episodes", "openai_agents_sdk": "4 episodes"}
 
 
 def test_examples_index_lists_each_with_short_page() -> None:

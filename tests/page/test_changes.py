@@ -94,7 +94,7 @@ def groups_of(right: int, equal: int, different: int) -> list[dict[str, bool]]:
     ("groups", "algorithm", "text", "is_note"),
     [
         (groups_of(0, 5, 3), "grpo", "5 of 8 groups have equal rewards and no right episode", False),
-        (groups_of(5, 0, 3), "grpo", "In 5 of 8 groups all episodes are right, so they teach nothing more.", True),
+        (groups_of(5, 0, 3), "grpo", "5 of 8 groups are solved and have equal rewards, so they teach nothing more.", True),
         (groups_of(4, 4, 0), "grpo", "", False),
         (groups_of(0, 8, 0), "ppo", "", False),
         (groups_of(0, 8, 0), "my_module:mine", "", False),
@@ -113,7 +113,7 @@ def test_health_facts_mark_what_is_off() -> None:
     }  # fmt: skip
     facts = list_health_facts(healthy, 3, "grpo")
     assert [fact.text for fact in facts] == [
-        "4 of 8 groups with different rewards, 3 all right, 1 with equal rewards",
+        "4 of 8 groups with different rewards, 3 solved with equal rewards, 1 with equal rewards",
         "1 of 4 tool calls failed",
         "16 of 16 episodes usable",
         "sampled 1 version behind",

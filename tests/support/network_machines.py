@@ -195,7 +195,7 @@ def certificate(folder: Path, address: str) -> Certificate:
 
 @contextmanager
 def redis_on(network: Network, folder: Path, tls: Certificate | None = None) -> Iterator[str]:
-    """A Redis that hosts of the network reach; its URL. With `tls`, it speaks TLS alone, and asks for PASSWORD."""
+    """A Redis that hosts of the network reach; its URL. With `tls`, it accepts only TLS, and asks for PASSWORD."""
     binary = broker.find_server(Settings(home=folder))
     if binary is None:
         missing("a Redis server")
@@ -221,8 +221,8 @@ def redis_on(network: Network, folder: Path, tls: Certificate | None = None) -> 
 
 @contextmanager
 def postgres_on(network: Network, tls: Certificate | None = None) -> Iterator[str]:
-    """A Postgres that hosts of the network reach; the URL of an empty database. With `tls`, it is the machine's own, speaks TLS
-    alone, and asks for PASSWORD.
+    """A Postgres that hosts of the network reach; the URL of an empty database. With `tls`, it is the installed Postgres,
+    accepts only TLS, and asks for PASSWORD.
     """
     if tls is not None:
         with _postgres_with_tls(network, tls) as url:

@@ -32,7 +32,9 @@ RESENDS = 5
 released.
 """
 
-_AGENTS_WORKER_HINT = "If an agents worker is running, its log says why it claims none. Else start one: agentrl worker agents"
+_AGENTS_WORKER_HINT = (
+    "Start an agents worker: agentrl worker agents. If one is running, its log says why it does not start these agents."
+)
 
 
 class Agents(Protocol):

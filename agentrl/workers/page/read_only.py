@@ -31,7 +31,7 @@ STATEMENT_SECONDS = 5.0
 LOCK_SECONDS = 1.0
 """The longest wait for a writer's lock, in seconds."""
 SPARE_SECONDS = 5.0
-"""How long a connection to Postgres is kept for the next query, in seconds."""
+"""The longest time for which a connection to Postgres is kept for the next query, in seconds."""
 
 _PASSING = (
     "locked", "busy", "interrupted", "unable to open", "disk I/O", "schema has changed", "image is malformed", "not a database",
@@ -49,7 +49,7 @@ class Busy(ServiceError):
 
 
 class _SpareConnection:
-    """A connection to Postgres that is kept for the next query, and closed after SPARE_SECONDS. In a new connection, Postgres
+    """A connection to Postgres that is kept for the next query, for at most SPARE_SECONDS. In a new connection, Postgres
     reads its catalogs again, which takes up to 40 ms.
     """
 
@@ -91,7 +91,7 @@ class _SpareConnection:
 
 
 class ReadOnlyStore:
-    """A store that is only read. An open page holds no lock, and at Postgres one connection while it asks."""
+    """A store that is only read. No lock is held between queries. On Postgres, one connection is kept for SPARE_SECONDS."""
 
     def __init__(self, where: Settings) -> None:
         """Set the database that the store reads, by the settings `where`. No connection is opened yet."""

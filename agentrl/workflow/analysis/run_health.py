@@ -22,8 +22,8 @@ FLAT_ITERATIONS = 3
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """A problem: a sentence that describes it, and the command that helps; `command` is empty if no command helps. `is_note`: a
-    remark about a healthy run.
+    """A remark about a run: a sentence, and the command that helps; `command` is empty if no command helps. `is_note` is True
+    if nothing is wrong.
     """
 
     text: str
@@ -120,7 +120,7 @@ def list_health_facts(iteration: Row, right_groups: int, algorithm: str | None) 
     equal = iteration["flat_groups"] - right_groups
     if groups and compares_groups(algorithm):
         parts = [f"{groups - equal - right_groups} of {format_count(groups, 'group')} with different rewards"]
-        parts += [f"{right_groups} all right"] if right_groups else []
+        parts += [f"{right_groups} solved with equal rewards"] if right_groups else []
         parts += [f"{equal} with equal rewards"] if equal else []
         facts.append(HealthFact(", ".join(parts), equal / groups > MAX_FLAT))
     if calls := iteration["tool_calls"]:
@@ -160,7 +160,7 @@ def list_update_troubles(
         command = f"agentrl episodes {run} --iteration {iteration['iteration']} --fate no_variance"
         troubles.append(Trouble(f"{text} Try easier tasks, or larger groups.", command))
     if groups and right / len(groups) > MAX_SOLVED:
-        text = f"In {right} of {len(groups)} groups all episodes are right, so they teach nothing more. {HARDER_TASKS}"
+        text = f"{right} of {len(groups)} groups are solved and have equal rewards, so they teach nothing more. {HARDER_TASKS}"
         troubles.append(Trouble(text, is_note=True))
     calls, errors = iteration["tool_calls"], iteration["tool_errors"]
     if calls and errors / calls > MAX_FAILED_CALLS:

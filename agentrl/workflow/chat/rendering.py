@@ -505,7 +505,7 @@ def check_length(encode: Callable[[str], Sequence[int]], text: str, max_tokens: 
     """Refuse a text with many more than `max_tokens` tokens. A short text is accepted without tokenizing it.
 
     A longer text is tokenized in pieces, until it is certainly too long or its end is reached. Raise TooLong if the text has
-    more than `max_tokens` tokens.
+    more than `EXCESS * max_tokens` tokens.
     """
     if len(text) <= UNCHECKED * max_tokens:
         return

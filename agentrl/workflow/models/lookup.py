@@ -50,8 +50,8 @@ MAX_FILE_BYTES = 1 << 43
 _FETCH_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja")
 TINY_HINT = "agentrl sft --dataset arithmetic --model tiny, then pass --model tiny-arithmetic"
 HUB_HINT = (
-    "Pass a local model folder. Or train a small model, without a hub: "
-    "agentrl sft --dataset arithmetic --model tiny, then pass --dataset arithmetic --model tiny"
+    "Pass a local model folder. Or train a small model, which needs no hub: "
+    "agentrl sft --dataset arithmetic --model tiny, then submit --dataset arithmetic --model tiny"
 )
 _TEXT_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",

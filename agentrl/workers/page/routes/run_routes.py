@@ -97,7 +97,7 @@ class ChildRun(SourceRun):
 
 
 class TroubleAnswer(BaseModel):
-    """A sentence about a problem of the run, and the command to type. `is_note`: a remark about a healthy run."""
+    """A remark about the run, and the command to type. `is_note` is True if nothing is wrong."""
 
     text: str
     command: str

@@ -58,7 +58,7 @@ function Comparison({ data }) {
   const m = data.measures;
   const sign = { worse: -1, better: 1 }[side];
   const shown = sign ? data.tasks.filter((row) => row.difference * sign > 0) : data.tasks;
-  return html`${m ? html`<p class="verdict">Mean reward: B − A = <b>${number(m.difference, 4)}</b>${interval(m)}, p = <b>${number(m.p_value, 3)}</b> <span class="quiet">(${visible(m.method)} test${m.interval_by ? `; interval by ${visible(m.interval_by)}` : ""}${isSame(m, data.right) ? "; the share of right answers differs by the same number" : ""})</span></p>` : html`<p class="verdict">Their rewards are not the same, so there is no difference of them.</p>`}
+  return html`${m ? html`<p class="verdict">Mean reward: B − A = <b>${number(m.difference, 4)}</b>${interval(m)}, p = <b>${number(m.p_value, 3)}</b> <span class="quiet">(${visible(m.method)} test${m.interval_by ? `; interval by ${visible(m.interval_by)}` : ""}${isSame(m, data.right) ? "; the share of right answers differs by the same number" : ""})</span></p>` : html`<p class="verdict">The evaluations use different rewards, so no difference is computed.</p>`}
     <${Facts} of=${[
       ["A", sideOf(data.a)],
       ["B", sideOf(data.b)],
@@ -120,7 +120,7 @@ function sideColumns(data, cell) {
 
 function Numbers({ data }) {
   const value = (row, key) => (typeof row[key] === "string" ? html`<${Badge} is=${row[key]} />` : row.name.endsWith("seconds") ? seconds(row[key]) : number(row[key], 4));
-  const columns = [{ key: "name", label: "at the end", cell: (row) => row.name }, ...sideColumns(data, value)];
+  const columns = [{ key: "name", label: "final number", cell: (row) => row.name }, ...sideColumns(data, value)];
   return html`<section><h2>Final numbers</h2><${Table} caption="Final numbers" columns=${columns} rows=${data.numbers} rowKey=${(row) => row.name} /></section>`;
 }
 

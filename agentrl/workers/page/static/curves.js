@@ -17,7 +17,7 @@ const CHARTS = [
   { key: "clip_fraction", title: "clipped tokens", note: "share of the tokens", columns: [["clip_fraction", ""]] },
   { key: "grad_norm", title: "gradient norm", columns: [["grad_norm", ""]] },
   { key: "value", title: "value", columns: [["value_loss", "loss"], ["explained_variance", "explained variance"]] },
-  { key: "length", title: "tokens per episode", note: "sampled ones", columns: [["length", ""]] },
+  { key: "length", title: "tokens per episode", note: "sampled tokens only", columns: [["length", ""]] },
   { key: "tool_error_rate", title: "failed tool calls", note: "share of the calls", columns: [["tool_error_rate", ""]] },
   { key: "flat", title: "groups", columns: [["groups", "all"], ["flat_groups", "with equal rewards"], ["dropped_groups", "dropped"]] },
   { key: "trainable", title: "episodes", columns: [["episodes", "planned"], ["trainable", "usable"]] },

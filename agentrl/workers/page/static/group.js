@@ -21,7 +21,7 @@ function GroupView({ data }) {
   const formula = commonFormula(siblings);
   const sorted = [...siblings].sort(order === "reward" ? (a, b) => (b.episode.reward ?? -Infinity) - (a.episode.reward ?? -Infinity) || a.episode.id - b.episode.id : (a, b) => a.episode.id - b.episode.id);
   return html`<nav class="crumbs" aria-label="Where this is"><${Link} to=${[]}>runs<//><${Link} to=${["run", group.run_id]}>${visible(group.run)}<//><${Link} to=${["run", group.run_id, "iteration", group.iteration]} rel="up">iteration ${group.iteration}<//><span>group ${group.id}</span></nav>
-    <div class="row base"><h1>Group ${group.id}</h1> <${Badge} is=${group.status} />${group.dropped ? html` <span class="warn">dropped: ${visible(group.dropped).replaceAll("_", " ")}</span>` : ""}${group.std_reward === 0 ? html` <span class="quiet">${data.solved ? "all episodes are right, so the group teaches nothing more" : "all rewards are equal, so the group teaches nothing"}</span>` : ""}</div>
+    <div class="row base"><h1>Group ${group.id}</h1> <${Badge} is=${group.status} />${group.dropped ? html` <span class="warn">dropped: ${visible(group.dropped).replaceAll("_", " ")}</span>` : ""}${group.std_reward === 0 ? html` <span class="quiet">${data.solved ? "an episode is right, and all rewards are equal" : "all rewards are equal"}</span>` : ""}</div>
     <${Facts} of=${[
       ["task", data.task?.id ? html`<${Link} to=${["run", group.run_id, "task", data.task.id]}>${visible(group.task).slice(0, 160)}<//>` : visible(group.task)],
       ["reference", visible(group.reference).slice(0, 200)],
@@ -53,7 +53,7 @@ function Siblings({ rows }) {
     { key: "reward", label: "reward", number: true, cell: ({ episode }) => number(episode.reward, 4) },
     ...parts.map((part) => ({ key: `part ${part}`, label: visible(part), number: true, cell: (row) => number(sumOf(row.parts, part), 4) })),
     { key: "advantage", label: "advantage", number: true, cell: ({ episode }) => episode.advantage === null ? "" : html`<span class=${episode.advantage > 0 ? "good" : episode.advantage < 0 ? "bad" : ""}>${number(episode.advantage, 4)}</span>` },
-    { key: "fate", label: "outcome", cell: (row) => html`<${Badge} is=${row.fate || row.episode.status} />` },
+    { key: "fate", label: "training", cell: (row) => html`<${Badge} is=${row.fate || row.episode.status} />` },
     { key: "answer", label: "answer", wide: true, cell: ({ episode }) => visible(episode.final_answer).slice(0, 120) || html`<span class="bad">${visible(episode.error).slice(0, 120)}</span>` },
     { key: "turns", label: "turns", number: true, cell: ({ episode }) => number(episode.steps) },
     { key: "tokens", label: "tokens", number: true, cell: ({ episode }) => number(episode.sampled_tokens) },
@@ -83,7 +83,7 @@ function Parting({ data, sorted }) {
     <div class="tree">${sorted.map(({ episode }) => html`<div key=${episode.id} class="tree-row"><${Link} to=${["episode", episode.id]}>${episode.id}<//><div class="tree-line">
       ${tree.filter((piece) => piece.episodes.includes(episode.id)).map((piece) => html`<span key=${piece.from_token} class=${`shared-${Math.min(8, piece.episodes.length)}`} style=${{ left: `${(100 * piece.from_token) / end}%`, width: `${(100 * (piece.to_token - piece.from_token)) / end}%` }} title=${`${piece.episodes.length > 1 ? `shared by ${piece.episodes.length}` : "its own"}, tokens ${piece.from_token} to ${piece.to_token}: ${visible(piece.text || "").slice(0, 300)}`}></span>`)}
     </div><span class=${episode.advantage > 0 ? "good" : episode.advantage < 0 ? "bad" : "quiet"}>${number(episode.reward, 3)}</span></div>`)}</div>
-    <p class="quiet">A row is an episode with its reward, a box a stretch of its tokens, in a stronger colour where more siblings share it; ${plural(end, "token")} across.</p>`;
+    <p class="quiet">Each row is an episode; its reward is at the end. Each box is a range of tokens; the darker the box, the more siblings share it. The full width is ${plural(end, "token")}.</p>`;
 }
 
 function Sibling({ sibling, at, formula }) {

@@ -48,20 +48,20 @@ function IterationView({ run, iteration, data, runStatus }) {
     ]} />
     <${Troubles} of=${data.troubles} none=${data.updates.length ? "Nothing is off in the update: ratio, clipped tokens, mismatch of sampler and trainer, effective sample size and gradient are in their usual ranges." : ""} />
     ${!exported() && html`<${Changes} run=${run} iteration=${iteration} />`}
-    <h2>Groups <span class="count">each dot is an episode, higher with a greater reward; ${"\u25cb"} was not trained on; in a hatched group all rewards are equal</span></h2>
+    <h2>Groups <span class="count">each dot is an episode: the higher, the more reward; ${"\u25cb"}: not trained on; striped: all rewards of the group are equal</span></h2>
     <${GroupGrid} groups=${data.groups} />
     ${data.left_out ? html`<p class="quiet">${plural(data.left_out, "more group")} not shown.</p>` : ""}
     ${!exported() && data.groups.some((group) => !group.borrowed) && html`<h2>Episodes</h2><${EvidenceTable} run=${run} fixed=${{ iteration }} hidden=${["iteration"]} />`}
     <h2>Update</h2>
     <${Updates} rows=${data.updates} iteration=${row} />
-    <h2>Two numbers of each episode</h2>
+    <h2>Scatter plot of the episodes</h2>
     <${Scatter} groups=${data.groups} />`;
 }
 
 /** How many groups an iteration has, and how many of them teach nothing. */
 function groupsInWords({ groups, left_out: leftOut, iteration: row }, right) {
   const equal = (leftOut ? row.flat_groups : groups.filter((group) => group.flat).length) - right;
-  const parts = [[right, "all right"], [equal, "with equal rewards"], [row.dropped_groups, "dropped"], [row.more_groups, "sampled more"]];
+  const parts = [[right, "solved with equal rewards"], [equal, "with equal rewards"], [row.dropped_groups, "dropped"], [row.more_groups, "additional"]];
   return [number(groups.length + leftOut), ...parts.filter(([count]) => count > 0).map(([count, word]) => `${number(count)} ${word}`)].join(", ");
 }
 
@@ -114,7 +114,7 @@ function GroupGrid({ groups }) {
       <${Link} to=${["group", group.id]} title=${visible(group.task)}>${visible(group.task).slice(0, 40)}<//>
       <div class="dots" style=${{ height: "34px" }}>${group.episodes.map((episode, index) => html`<${Dot} key=${episode.id} episode=${episode} index=${index} of=${group.episodes.length} least=${least} most=${most} />`)}</div>
       <span class="quiet">${group.mean_reward === null ? visible(group.status) : meanAndSpread(group)}</span>
-      ${group.dropped ? html` <span class="warn">${visible(group.dropped).replaceAll("_", " ")}</span>` : group.flat ? html` <span class=${group.solved ? "good" : "quiet"}>${group.solved ? "all right" : "equal rewards"}</span>` : ""}
+      ${group.dropped ? html` <span class="warn">${visible(group.dropped).replaceAll("_", " ")}</span>` : group.flat ? html` <span class=${group.solved ? "good" : "quiet"}>${group.solved ? "solved" : "equal rewards"}</span>` : ""}
       ${group.borrowed ? html` <span class="quiet">stored</span>` : ""}
     </li>`)}
   </ul>`;

@@ -29,7 +29,7 @@ export function LedgerView({ run, version }) {
       <${FateBar} parts=${order.map((fate) => [fate, row[fate] || 0])} all=${row.planned} small />
     </div>`)}</div>
     ${found.rows.length > MAX_BARS && html`<p class="quiet">The newest ${MAX_BARS} of ${number(found.rows.length)} iterations; the sum above is of all.</p>`}
-    ${sums.no_variance > 0 && html`<p class="quiet">no variance: all rewards of the group are equal, so that its episodes have no advantage; also where all of them are right.</p>`}
+    ${sums.no_variance > 0 && html`<p class="quiet">no variance: all rewards of the group are equal, so its episodes have no advantage. This includes groups in which all episodes are right.</p>`}
     <p class="quiet">Why an episode did not train: <code>agentrl why EPISODE</code>. All episodes, in SQL: <code>v_ledger</code>.</p>`;
 }
 

@@ -28,7 +28,7 @@ const MAX_TOGETHER = 8;
 export function RunPage({ run }) {
   const live = useLiveRun(run);
   const found = useData(path(`runs/${run}`), live.version);
-  if (live.gone && found.data) return html`<h1>Run ${visible(run)}</h1><${Problem} error=${{ message: "This run is not in the store any more.", hint: "Somebody removed it while it was looked at." }} />`;
+  if (live.gone && found.data) return html`<h1>Run ${visible(run)}</h1><${Problem} error=${{ message: "This run is not in the store any more.", hint: "It was removed while this page was open." }} />`;
   return html`<${Asked} of=${found} what="the run" title=${`Run ${visible(run)}`}>${(told) => html`<${RunView} run=${run} told=${told} live=${live} />`}<//>`;
 }
 
@@ -73,7 +73,7 @@ function RunView({ run, told, live }) {
   const tabs = Object.keys(RUN_TABS).filter((name) => isTabThere(name, row, told)).map((name) => [name, name, counts[name]]);
   if (tab === "curves" && ids.length > 1) {
     const charts = html`<div class="together-charts">${RUN_TABS.curves({ run, told, live, row, events })}</div>`;
-    return html`<${Together} ids=${ids} />${ids.length === 2 ? html`<${RunDifferences} ids=${ids}>${charts}<//>` : html`<p class="quiet">With two runs, their differences in config, numbers, tasks and transcripts are here too.</p>${charts}`}`;
+    return html`<${Together} ids=${ids} />${ids.length === 2 ? html`<${RunDifferences} ids=${ids}>${charts}<//>` : html`<p class="quiet">Choose exactly two runs to compare their config, numbers, tasks and transcripts.</p>${charts}`}`;
   }
   return html`<nav class="crumbs" aria-label="Where this is"><${Link} to=${[]} rel="up">runs<//><span>${visible(row.run)}</span></nav>
     <div class="run-head"><h1>${visible(row.run)}</h1> <${Badge} is=${row.status} title=${visible(row.reason)} /> ${open && html`<${Connection} is=${live.connected} />`} <${ShortFacts} row=${row} /></div>

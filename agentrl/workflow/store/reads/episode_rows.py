@@ -160,7 +160,7 @@ def _conditions(tx: Any, chosen: EpisodeFilter) -> tuple[list[str], list[str], d
     of_run, of_it = run_conditions(tx, chosen)
     conditions, values = choose_conditions(chosen, _CONDITIONS)
     if of_run == [OF_RUN] and ("group" in values or chosen.outcome == "newly_lost"):
-        of_run = []  # their groups are of the run; the databases would walk through the run
+        of_run = []  # these filters restrict the rows to the run; with this condition, a database would scan all its episodes
     tests, test_values = choose_conditions(chosen, _TESTS)
     if chosen.fate is not None:
         _check_word(chosen.fate, FATES, "fate")
@@ -233,8 +233,8 @@ def find_last_episode(tx: Any) -> tuple[int, str] | None:
     """
     query = """SELECT e.id, (SELECT name FROM runs WHERE id = e.run_id) AS run FROM episodes e
         WHERE e.status = 'done' {} ORDER BY e.id DESC LIMIT 1"""
-    is_trained = "AND (SELECT kind FROM runs WHERE id = e.run_id) <> 'eval'"
-    rows = select_rows(tx, query.format(is_trained)) or select_rows(tx, query.format(""))
+    not_eval = "AND (SELECT kind FROM runs WHERE id = e.run_id) <> 'eval'"
+    rows = select_rows(tx, query.format(not_eval)) or select_rows(tx, query.format(""))
     return (rows[0]["id"], rows[0]["run"]) if rows else None
 
 

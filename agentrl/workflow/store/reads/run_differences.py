@@ -23,7 +23,7 @@ NUMBERS = {
     "last_reward": "reward of the last iteration",
     "eval_reward": "held-out reward, newest",
     "best_reward": "held-out reward, best",
-    "best_version": "version with the best",
+    "best_version": "version with the best held-out reward",
     "seconds": "total seconds",
 }
 """The columns of `RunRow` among the numbers, each with its name in the result."""
