@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -196,7 +196,8 @@ def disturbances(where: Site, told: list[str]) -> "Mapping[int, Callable[[], Non
         disk = where.folder / "sampler-1"
         free = shutil.disk_usage(disk).free
         say(f"the disk of sampler-1 is full for {LOST_SECONDS:.0f} s ({free >> 20} MiB were free)")
-        (disk / "filler").write_bytes(b"x" * free)
+        with suppress(OSError), (disk / "filler").open("wb") as filler:
+            filler.write(b"x" * free)  # until there is no room: the sampler writes too
         time.sleep(LOST_SECONDS)
         (disk / "filler").unlink()
 
@@ -221,8 +222,10 @@ def main() -> None:
             told.append(f"the clock of the tools host is {AHEAD_SECONDS} s ahead")
         struck = played(where, "struck", disturbances(where, told))
         print(f"disturbed: {struck['status']} in {struck['seconds']} s, {struck['turns']} turns", flush=True)
+        empty = [run for run in (calm, struck) if run["status"] != "done" or not (run["turns"] and run["weights"])]
         differs = [part for part in ("status", "turns", "tokens", "weights") if calm[part] != struck[part]]
         wrong = [*calm["wrong"], *struck["wrong"], *(f"{part} differ" for part in differs)]
+        wrong += ["a run is not done, or has no turns or weights"] if empty else []
         asked.json.parent.mkdir(exist_ok=True)
         result = {"calm": calm, "struck": struck, "disturbances": told, "wrong": wrong, "load": os.getloadavg()[1]}
         asked.json.write_text(json.dumps(result, indent=1))

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,8 +103,11 @@ def test_page_keeps_one_connection_between_queries(postgres: Database, monkeypat
     url = postgres.url.update_query_dict({"application_name": "the page"}).render_as_string(hide_password=False)
     store = ReadOnlyStore(Settings(database_url=url))
     mine = "SELECT pg_backend_pid() AS pid"
-    (first,), (second,) = (store.ask(lambda tx: tx.rows(mine, {})) for _ in range(2))
-    assert first["pid"] == second["pid"]
+    began, pids = time.monotonic(), set[int]()
+    while time.monotonic() - began < 2 * read_only.SPARE_SECONDS:
+        (first,) = store.ask(lambda tx: tx.rows(mine, {}))
+        pids.add(first["pid"])
+    assert pids == {first["pid"]}, "each query keeps the connection for as long again"
     with postgres.engine.begin() as tx:
         tx.execute(text("SELECT pg_terminate_backend(:pid)"), {"pid": first["pid"]})
     (third,) = store.ask(lambda tx: tx.rows(mine, {}))

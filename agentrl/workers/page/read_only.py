@@ -56,6 +56,7 @@ class _SpareConnection:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: Connection[tuple[Any, ...]] | None = None
+        self._closing: threading.Timer | None = None
 
     def take(self) -> "Connection[tuple[Any, ...]] | None":
         """Return the kept connection if it still answers, else None."""
@@ -63,12 +64,16 @@ class _SpareConnection:
 
         with self._lock:
             connection, self._kept = self._kept, None
+            if self._closing is not None:
+                self._closing.cancel()
+        if connection is None:
+            return None
         try:
-            if connection is not None:
-                connection.execute("SELECT 1")
-                connection.rollback()
+            connection.execute("SELECT 1")
+            connection.rollback()
         except psycopg.Error:
-            connection = None
+            connection.close()
+            return None
         return connection
 
     def keep(self, connection: "Connection[tuple[Any, ...]]") -> None:
@@ -79,9 +84,9 @@ class _SpareConnection:
             if connection.closed:
                 return
             self._kept = connection
-        closing = threading.Timer(SPARE_SECONDS, self._close, [connection])
-        closing.daemon = True
-        closing.start()
+            self._closing = threading.Timer(SPARE_SECONDS, self._close, [connection])
+            self._closing.daemon = True
+            self._closing.start()
 
     def _close(self, connection: "Connection[tuple[Any, ...]]") -> None:
         with self._lock:
@@ -155,15 +160,15 @@ class ReadOnlyStore:
     def _postgres(self) -> Iterator[DriverTransaction]:
         import psycopg
 
-        from agentrl.workflow.store.connect import database_url
+        from agentrl.workflow.store.connect import CLIENT_TIMEOUTS, database_url
 
-        parts = {"connect_timeout": 5, **connection_parts(database_url(self.settings.database))}
+        parts = {**CLIENT_TIMEOUTS, "connect_timeout": 5, **connection_parts(database_url(self.settings.database))}
         milliseconds = {"statement_timeout": int(STATEMENT_SECONDS * 1000), "lock_timeout": int(LOCK_SECONDS * 1000)}
         try:
             connection = self._spare.take() or connect_postgres(parts, milliseconds)
-            set_read_only(connection)
-            connection.prepare_threshold = None  # a plan for all parameters may be far slower than one for these
             try:
+                set_read_only(connection)
+                connection.prepare_threshold = None  # a plan for all parameters may be far slower than one for these
                 with connection.transaction():
                     yield DriverTransaction(connection, is_sqlite=False)
             finally:

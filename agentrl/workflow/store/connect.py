@@ -43,7 +43,7 @@ POOL_SECONDS = 60.0
 DENIED = "42501"
 """The Postgres error code (SQLSTATE) for a statement that the login is not allowed to run."""
 
-_CLIENT_TIMEOUTS = {
+CLIENT_TIMEOUTS = {
     "connect_timeout": 10,
     "keepalives_idle": 5,
     "keepalives_interval": 2,
@@ -145,7 +145,7 @@ class Database:
             max_overflow=POOL_SIZE - POOL_SIZE // 2,
             pool_timeout=POOL_SECONDS,
             pool_pre_ping=True,
-            connect_args={**_CLIENT_TIMEOUTS, "client_encoding": "utf8"},
+            connect_args={**CLIENT_TIMEOUTS, "client_encoding": "utf8"},
         )
         event.listen(engine, "connect", _configure_postgres)
         event.listen(engine, "handle_error", _refuse_denied)
