@@ -122,8 +122,8 @@ class SolvedRule:
 def is_solved(tx: Any, run_id: int, group: int) -> bool:
     """Return whether an episode of the group is right by the rule of the run. Call this inside a transaction."""
     rule = load_rule(tx, run_id)
-    query = f"SELECT 1 FROM episodes e WHERE e.group_id = :group AND e.status = 'done' AND {rule.condition('e')} LIMIT 1"
-    return bool(select_rows(tx, query, group=group, **rule.parameters))
+    rows = select_rows(tx, rule.judged_groups("m.id = :group"), run_id=run_id, group=group, **rule.parameters)
+    return bool(rows and rows[0]["solved"])
 
 
 def load_rule(tx: Any, run_id: int, name: str = "") -> SolvedRule:
