@@ -144,7 +144,7 @@ def test_submit_names_each_missing_agent_worker(
 def test_watch_end_summarises_agent_errors(outside: str, data: Database, capsys: pytest.CaptureFixture[str]) -> None:
     data.write(lambda tx: tx.execute(text("UPDATE runs SET status = 'done' WHERE name = 'outside'")))
     said = agentrl(capsys, "watch", "outside")
-    assert "1 episode ended with an agent error, 1 with: RuntimeError: boom" in said
+    assert "1 episode ended with an agent error, all with: RuntimeError: boom" in said
     assert "agentrl episodes outside --stop-reason agent_error" in said
     assert "\x1b" not in said
 
