@@ -1,5 +1,5 @@
 """The health of a run and of an update: facts and problems as sentences, each problem with a command that helps. The web page
-and the terminal show the same sentences. This module alone has the limits.
+and the terminal show the same sentences. The limits are defined only here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -113,7 +113,7 @@ def list_health_facts(iteration: Row, right_groups: int, algorithm: str | None) 
 
     Args:
         iteration: a row of v_iterations.
-        right_groups: the number of groups with equal rewards whose episodes are right.
+        right_groups: the number of groups with equal rewards in which an episode is right.
         algorithm: the run's algorithm; None for a run that does not train.
     """
     facts, groups = [], iteration["groups"]

@@ -48,10 +48,11 @@ TRUST = "Read the code, and pass --trust-remote-code if it may run here."
 MAX_FILE_BYTES = 1 << 43
 """The largest file of weights on the hub that is accepted, in bytes."""
 _FETCH_PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.jinja")
-TINY_HINT = "agentrl sft --dataset arithmetic --model tiny, then pass --model tiny-arithmetic"
+_TRAIN_TINY = "agentrl sft --dataset arithmetic --model tiny, then"
+TINY_HINT = f"{_TRAIN_TINY} pass --model tiny-arithmetic"
 HUB_HINT = (
     "Pass a local model folder. Or train a small model, which needs no hub: "
-    "agentrl sft --dataset arithmetic --model tiny, then submit --dataset arithmetic --model tiny"
+    f"{_TRAIN_TINY} submit --dataset arithmetic --model tiny"
 )
 _TEXT_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",

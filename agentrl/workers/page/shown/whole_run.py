@@ -23,7 +23,7 @@ from agentrl.workflow.config import NAME_PATTERN, RunConfig
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import run_details, run_rows
 from agentrl.workflow.store.reads.eval_results import count_evals
-from agentrl.workflow.store.reads.iteration_rows import IterationFilter, count_right_groups, list_iterations
+from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations, load_solved_groups
 from agentrl.workflow.store.reads.label_rows import notes_of
 from agentrl.workflow.store.reads.lineage import find_children, find_sources
 from agentrl.workflow.store.reads.open_work import list_open_work
@@ -99,8 +99,8 @@ def _list_troubles(tx: DriverTransaction, run: Mapping[str, Any], typed: str, ne
 
 def _describe_health(tx: DriverTransaction, run: Mapping[str, Any], iteration: IterationRow) -> dict[str, Any]:
     """Return the facts about a finished iteration of the run."""
-    right_groups = count_right_groups(tx, run["id"], iteration.iteration)
-    facts = list_health_facts(iteration, right_groups, run["algorithm"] if run["kind"] == "train" else None)
+    solved = load_solved_groups(tx, run["id"], iteration.iteration, only_flat=True)
+    facts = list_health_facts(iteration, len(solved), run["algorithm"] if run["kind"] == "train" else None)
     return {"iteration": iteration.iteration, "facts": [asdict(fact) for fact in facts]}
 
 

@@ -108,7 +108,7 @@ def load_iteration(tx: Any, run: str, number: int) -> IterationDetails:
     if borrowed and iteration["reward_set"] != "default":
         _score_again(tx, iteration["reward_set"], borrowed, episodes)
     fates = _load_fates(tx, run_row["name"], number)
-    solved = _load_solved(tx, run_row["id"], number)
+    solved = load_solved_groups(tx, run_row["id"], number)
     for group in chosen_groups:
         group["solved"] = group["id"] in solved
         group["flat"] = group["std_reward"] == 0
@@ -197,20 +197,16 @@ def _load_episodes(tx: Any, run_id: int, groups: Sequence[int]) -> dict[int, lis
     return by_group
 
 
-def _load_solved(tx: Any, run_id: int, number: int) -> set[int]:
-    """Return the ids of the groups of an iteration in which an episode is right."""
-    rule = load_rule(tx, run_id)
-    query = rule.judged_groups("m.iteration = :number")
-    return {row["id"] for row in select_rows(tx, query, run_id=run_id, number=number, **rule.parameters) if row["solved"]}
+def load_solved_groups(tx: Any, run_id: int, number: int, *, only_flat: bool = False) -> set[int]:
+    """Return the ids of the groups of an iteration in which an episode is right. Call this inside a transaction.
 
-
-def count_right_groups(tx: Any, run_id: int, number: int) -> int:
-    """Return the number of groups with equal rewards, in an iteration, whose episodes are right. `number` is the iteration's
-    number, counted from 1. Call this inside a transaction.
+    Args:
+        number: the number of the iteration, counted from 1.
+        only_flat: look only at groups with equal rewards.
     """
     rule = load_rule(tx, run_id)
-    (count,) = select_rows(tx, rule.right_groups(), run_id=run_id, number=number, **rule.parameters)
-    return int(count["right_groups"])
+    query = rule.judged_groups("m.iteration = :number" + " AND m.std_reward = 0" * only_flat)
+    return {row["id"] for row in select_rows(tx, query, run_id=run_id, number=number, **rule.parameters) if row["solved"]}
 
 
 def _load_fates(tx: Any, run: str, number: int) -> dict[int, str]:

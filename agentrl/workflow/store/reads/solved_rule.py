@@ -81,13 +81,6 @@ class SolvedRule:
               LIMIT 1), 0) END AS solved
             FROM ({MEMBERS}) m WHERE {condition}) SELECT * FROM judged"""
 
-    def right_groups(self) -> str:
-        """Return the SQL of the number of right groups in the iteration `:number`, counted from 1: those with equal rewards in
-        which an episode is right.
-        """
-        judged = self.judged_groups("m.iteration = :number AND m.std_reward = 0")
-        return f"SELECT coalesce(sum(solved), 0) AS right_groups FROM ({judged}) judged"
-
     def lost_groups(self, condition: str = "1 = 1") -> str:
         """Return the SQL of the ids of the groups that the run sampled and that are not solved, although the previous group of
         the same task was solved.
