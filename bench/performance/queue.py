@@ -81,13 +81,13 @@ class Caller:
 
     def waits(self, calls: Sequence[int]) -> list[float]:
         """Sends the calls; seconds until each one's result was read."""
-        from agentrl.workers.stack.dispatch import send_call
+        from agentrl.workers.stack.dispatch import send_calls
 
         answered: SimpleQueue[int] = SimpleQueue()
         began = time.perf_counter()
         for call in calls:
             self._replies.expect(call, lambda call, reason: answered.put(call))
-            send_call(call, self._replies.address)
+        send_calls(calls, self._replies.address)
         taken: dict[int, float] = {}
         while len(taken) < len(calls):
             woken = [answered.get(timeout=60), *(answered.get() for _ in range(answered.qsize()))]

@@ -293,11 +293,13 @@ def test_matrix_twenty_submits_of_one_name_make_one_run(crew: Crew) -> None:
 FORGED = (
     ("os.system", ["true"]),
     ("celery.backend_cleanup", []),
-    ("agentrl.call", []),
-    ("agentrl.call", ["1; DROP TABLE runs", "agentrl.replies"]),
-    ("agentrl.call", [2**80, "agentrl.replies"]),
-    ("agentrl.call", [{"id": [[[1]]]}, {"$ne": 1}]),
-    ("agentrl.call", [7, "agentrl.tools"]),
+    ("agentrl.calls", []),
+    ("agentrl.calls", [[], "agentrl.replies"]),
+    ("agentrl.calls", [["1; DROP TABLE runs"], "agentrl.replies"]),
+    ("agentrl.calls", [[2**80], "agentrl.replies"]),
+    ("agentrl.calls", [[1] * 9, "agentrl.replies"]),
+    ("agentrl.calls", [{"id": [[[1]]]}, {"$ne": 1}]),
+    ("agentrl.calls", [[7], "agentrl.tools"]),
     ("agentrl.rollout", ["abc"]),
     ("agentrl.rollout", [[-1, 2**63]]),
     ("agentrl.rollout", [[[[]]]]),
@@ -316,7 +318,7 @@ def forge(crew: Crew, fired: Path) -> None:
     pickled = pickle.dumps(([Harmful(fired)], {}, {}))
     with app.connection_for_write() as connection, broker.connect_redis(crew.settings) as redis:
         producer = app.amqp.Producer(connection)
-        for queue, job in zip(QUEUES, ("agentrl.rollout", "agentrl.call", "agentrl.train"), strict=True):
+        for queue, job in zip(QUEUES, ("agentrl.rollout", "agentrl.calls", "agentrl.train"), strict=True):
             headers = {"task": job, "id": str(uuid4()), "lang": "py"}
             for content_type, body in (("application/x-python-serialize", pickled), ("text/plain", b"\xff")):
                 kind = {"content_type": content_type, "content_encoding": "binary", "headers": headers}

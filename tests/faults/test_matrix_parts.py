@@ -61,7 +61,7 @@ from tests.support.small_models import chat, tiny_random
 def test_worker_survives_job_that_outlives_redis_connection(redis_server: Settings) -> None:
     app = make_app(redis_server)
     link = app.connection_for_write()
-    app.send_task("agentrl.call", args=[1, ""], connection=link, ignore_result=True)
+    app.send_task("agentrl.calls", args=[[1], ""], connection=link, ignore_result=True)
     message, expected = link.default_channel.basic_get("tools"), link.connection_errors
     link.default_channel._disconnect_pools()
     link._do_close_transport()  # so much is left of it where Redis died
@@ -187,7 +187,7 @@ def test_malformed_call_is_observation_and_episode_continues(own_database: Datab
     while driver.is_live:
         driver.handle([driver.inbox.get(timeout=60)])
         for number in values(own_database, "SELECT id FROM tool_calls WHERE result IS NULL"):
-            tool_call.call(number, pending_calls._replies().address)
+            tool_call.calls([number], pending_calls._replies().address)
     with own_database.read() as tx:
         ends = tx.execute(text("SELECT sample, stop_reason, reward FROM episodes WHERE status = 'done'")).all()
         heard = dict(tx.execute(text("SELECT coalesce(error_class, ''), count(*) FROM tool_calls GROUP BY 1")).all())

@@ -193,6 +193,20 @@ def lingering() -> str:
 
 
 lingering_tool = Tool(lingering, timeout_seconds=60.0)
+meeting, running = [threading.Barrier(1)], list[int]()
+
+
+def counting() -> str:
+    """Waits until the others of its party run too; how many run then."""
+    running.append(1)
+    meeting[0].wait(60)
+    found = len(running)
+    meeting[0].wait(60)
+    running.pop()
+    return str(found)
+
+
+counting_tool = Tool(counting)
 
 
 def asked(db: Database, tool: str, call: ToolCall) -> int:
@@ -206,11 +220,11 @@ def asked(db: Database, tool: str, call: ToolCall) -> int:
 
 def test_tool_call_sent_again_while_running_runs_once(own_database: Database) -> None:
     number = asked(own_database, f"{__name__}:lingering_tool", ToolCall("lingering", {}))
-    first = threading.Thread(target=tool_call.call, args=(number, NO_REPLY))
+    first = threading.Thread(target=tool_call.calls, args=([number], NO_REPLY))
     first.start()
     assert entered.get(timeout=60)
     threading.Timer(0.5, may_end.set).start()
-    tool_call.call(number, NO_REPLY)
+    tool_call.calls([number], NO_REPLY)
     first.join()
     assert entered.empty()
     assert values(own_database, "SELECT result FROM tool_calls") == ["done"]
@@ -219,8 +233,33 @@ def test_tool_call_sent_again_while_running_runs_once(own_database: Database) ->
 def test_tool_call_failed_by_system_has_no_result(own_database: Database) -> None:
     number = asked(own_database, f"{__name__}:failing_tool", ToolCall("failing", {}))
     with pytest.raises(InfraError, match=r"failing cannot run on .*: The sandbox is down\."):
-        tool_call.call(number, "nobody")
+        tool_call.calls([number], "nobody")
     assert values(own_database, "SELECT result FROM tool_calls") == [None]
+
+
+def test_failed_call_does_not_stop_others_of_message(own_database: Database) -> None:
+    wanted = submission(tasks=1)
+    config = {**wanted.config, "tools": [f"{__name__}:failing_tool"]}
+    work = claim(own_database, start(own_database, replace(wanted, config=config))[0])
+    records = (CALL, replace(CALL, call=ToolCall("failing", {})), CALL)
+    ((*calls,),) = steps.commit_sampled(own_database, work.fence, [sampled(work, calls=records)])
+    with pytest.raises(InfraError, match=r"failing cannot run on .*: The sandbox is down\."):
+        tool_call.calls(calls, NO_REPLY)
+    assert values(own_database, "SELECT result FROM tool_calls ORDER BY id") == ["42", None, "42"]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_calls_of_message_share_slots_of_worker(own_database: Database, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    wanted = submission(tasks=1)
+    config = {**wanted.config, "tools": [f"{__name__}:counting_tool"]}
+    work = claim(own_database, start(own_database, replace(wanted, config=config))[0])
+    records = (replace(CALL, call=ToolCall("counting", {})),) * 6
+    ((*calls,),) = steps.commit_sampled(own_database, work.fence, [sampled(work, calls=records)])
+    monkeypatch.setattr(tool_call, "_slots", None)
+    tool_call.limit_calls(count)
+    meeting[0] = threading.Barrier(count)
+    tool_call.calls(calls, NO_REPLY)
+    assert values(own_database, "SELECT result FROM tool_calls") == [str(count)] * 6
 
 
 def test_submit_refuses_tool_that_machine_cannot_serve(own_database: Database, tmp_path: Path) -> None:
@@ -275,5 +314,5 @@ def test_tools_worker_finds_tool_of_run(own_database: Database, user_tools: str)
     number = asked(own_database, f"{user_tools}:shout", ToolCall("shout", {"text": "hi"}))
     from agentrl.workers.stack.replies import Replies
 
-    tool_call.call(number, Replies(settings()).address)
+    tool_call.calls([number], Replies(settings()).address)
     assert values(own_database, "SELECT result FROM tool_calls") == ["HI"]

@@ -302,7 +302,7 @@ def test_mcp_tool_works_from_submit_to_transcript(
     while driver.is_live:
         driver.handle([driver.inbox.get(timeout=60)])
         for number in values(own_database, "SELECT id FROM tool_calls WHERE result IS NULL"):
-            tool_call.call(number, pending_calls._replies().address)
+            tool_call.calls([number], pending_calls._replies().address)
     told = values(own_database, "SELECT result FROM tool_calls ORDER BY episode_id, id")
     assert told[:3] == told[4:7] == ["42", "hi", "1"]
     assert told[3].startswith("unknown tool 'pay'; known: add, ")

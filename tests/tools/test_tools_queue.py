@@ -1,5 +1,7 @@
 """Tools in a real tools worker, behind a real Redis: the calls of a turn run side by side, and a server is shared by them."""
 
+import base64
+import json
 import shlex
 import sys
 import time
@@ -51,6 +53,16 @@ def stack(short_folder: Path, redis_server: Settings, monkeypatch: pytest.Monkey
     made.close()
 
 
+def test_messages_carry_several_calls_each(redis_server: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "app", make_app(redis_server))
+    with broker.connect_redis(redis_server) as redis:
+        before = redis.llen("agentrl.tools")
+        dispatch.send_calls(range(1, 2 * dispatch.MAX_CALLS + 2), dispatch.NO_REPLY)
+        sent = [json.loads(base64.b64decode(json.loads(line)["body"]))[0][0] for line in redis.lrange("agentrl.tools", 0, -1)]
+    assert len(sent) - before == 3
+    assert sorted(call for calls in sent[:3] for call in calls) == list(range(1, 2 * dispatch.MAX_CALLS + 2))
+
+
 @pytest.mark.slow
 def test_tools_worker_runs_calls_of_turn_in_parallel(stack: Stack, tmp_path: Path) -> None:
     if find_spec("mcp") is None:
@@ -65,8 +77,7 @@ def test_tools_worker_runs_calls_of_turn_in_parallel(stack: Stack, tmp_path: Pat
     arguments = [("meet", {"folder": str(party), "name": str(guest)}) for guest in range(PARTY)] + [("process", {})] * 2
     records = tuple(replace(CALL, call=replace(CALL.call, name=tool, arguments=given)) for tool, given in arguments)
     (calls, *_) = steps.commit_sampled(stack.database, work.fence, [sampled(work, calls=records)])
-    for call in calls:
-        dispatch.send_call(call, "nobody")
+    dispatch.send_calls(calls, "nobody")
     open_calls = "SELECT id FROM tool_calls WHERE result IS NULL"
     stack.wait(lambda: not values(stack.database, open_calls), "the calls being answered")
     told = values(stack.database, "SELECT result FROM tool_calls ORDER BY id")

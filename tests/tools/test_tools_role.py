@@ -52,7 +52,7 @@ def test_tools_login_answers_calls(postgres: Database, login: Database) -> None:
     [found] = steps.commit_sampled(postgres, work.fence, [sampled(work, calls=(CALL, ONCE))])
     address = Replies(settings()).address
     for call in found:
-        tool_call.call(call, address)
+        tool_call.calls([call], address)
     assert values(postgres, "SELECT result FROM tool_calls ORDER BY id") == ["42", "42"]
 
 

@@ -382,8 +382,7 @@ def real(stack: Stack, *tools: str) -> GroupWork:
 
 def asked(stack: Stack, ids: list[int]) -> list[str]:
     """What the calls come to, sent to whoever takes them."""
-    for call in ids:
-        dispatch.send_call(call, "agentrl.replies." + "0" * 32)
+    dispatch.send_calls(ids, "agentrl.replies." + "0" * 32)
     stack.wait(lambda: None not in results(stack.database, ids), "the calls being answered")
     return results(stack.database, ids)
 

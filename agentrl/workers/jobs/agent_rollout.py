@@ -550,8 +550,7 @@ class AgentRollout:
         for number, calls in judge_calls.items():
             self.judging.add(number, calls, self.experiment.judges)
         self._observe(judge_calls.keys())  # another worker may have asked the judges before
-        for number in judge_calls.keys() & self.judging.by_episode.keys():
-            self.judging.send(number)
+        self.judging.send(sorted(judge_calls.keys() & self.judging.by_episode.keys()))
         self._finish([*failures, *outcomes])
 
     def _observe(self, episodes: Set[int]) -> None:

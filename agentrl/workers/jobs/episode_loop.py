@@ -148,7 +148,7 @@ class GroupRollout:
     def _commit_sampled(self, events: Sequence[InboxEvent]) -> None:
         """Commit the sampled steps (T1), then send their calls."""
         records = [self._sampled_step(event) for event in events]
-        refused, others = set[int](), list[int]()
+        refused, sent, others = set[int](), list[int](), list[int]()
         for record, calls in zip(records, self.recorder.commit_sampled(records), strict=True):
             answered = [call for call, item in zip(calls, record.calls, strict=True) if item.result]
             if record.step.pending and len(answered) == len(calls):
@@ -156,9 +156,10 @@ class GroupRollout:
                 refused.add(record.episode)
             elif record.step.pending and self._needs_tools(record.episode):
                 self.calls.add(record.episode, calls, self.tools, answered)
-                self.calls.send(record.episode)
+                sent.append(record.episode)
             else:
                 others.append(record.episode)
+        self.calls.send(sent)
         self._observe(refused)
         self._advance(others)
 
@@ -200,8 +201,7 @@ class GroupRollout:
         for episode, calls in judge_calls.items():
             self.calls.add(episode, calls, self.judges)
         self._observe(judge_calls.keys())  # another worker may have asked the judges before
-        for episode in judge_calls.keys() & self.calls.by_episode.keys():
-            self.calls.send(episode)
+        self.calls.send(sorted(judge_calls.keys() & self.calls.by_episode.keys()))
         self.recorder.finish([*failures, *outcomes])
 
     def _release(self, episode: Episode) -> None:

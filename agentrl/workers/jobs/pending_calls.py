@@ -3,12 +3,12 @@ seem lost, until their rows have results.
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
 from agentrl.workers.jobs.inbox import Inbox, put_reply
-from agentrl.workers.stack.dispatch import send_call
+from agentrl.workers.stack.dispatch import send_calls
 from agentrl.workers.stack.replies import Replies
 from agentrl.workflow.errors import InfraError, ServiceError
 from agentrl.workflow.runtime.once_per_process import Once
@@ -92,21 +92,25 @@ class PendingCalls:
         longest = max((tool.timeout_seconds for tool in tools.values()), default=0.0)
         self.by_episode[episode] = _EpisodeCalls(calls, longest, answered)
 
-    def send(self, episode: int) -> None:
-        """Send the episode's unanswered calls, and listen for their replies."""
+    def send(self, episodes: Iterable[int]) -> None:
+        """Send the unanswered calls of these episodes, several in each message, and listen for their replies."""
+        send_calls([call for episode in episodes for call in self._prepare(episode)], _replies().address)
+
+    def _prepare(self, episode: int) -> list[int]:
+        """Listen for the replies to the episode's unanswered calls, and return these calls, which are sent now."""
         waiting = self.by_episode[episode]
         unanswered = [call for call in waiting.calls if call not in waiting.answered]
         for call in unanswered:
             _replies().expect(call, partial(put_reply, self.inbox, self.group, episode))
         waiting.sent = time.monotonic()
         waiting.sendings, waiting.refused = waiting.sendings + 1, ""
-        for call in unanswered:
-            send_call(call, _replies().address)
+        return unanswered
 
     def send_again(self, episode: int) -> None:
         """Send calls that some worker has sent before, and increment the number of sends in their rows."""
         count_sending(self.db, self.by_episode[episode].calls)
-        self.send(episode)
+        for call in self._prepare(episode):
+            send_calls([call], _replies().address)  # alone: see `send_calls_again`
 
     def take_answered(self, episodes: Set[int]) -> dict[int, tuple[ToolResult, ...]]:
         """Remove the episodes whose calls are all answered. Return their results, in the order of the calls."""

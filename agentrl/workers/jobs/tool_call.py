@@ -1,5 +1,5 @@
-"""The `tools` job: run one tool call, record its result, and wake the episode that waits. The questions to an episode's judges
-are such calls too.
+"""The `tools` job: run the tool calls of a message side by side, record each result, and wake the episode that waits. The
+questions to an episode's judges are such calls too.
 
 - An error that a tool raises for the model's mistake is the call's result.
 - Any other error counts as the tool's own fault. The model is told so, and the error is counted.
@@ -12,7 +12,7 @@ are such calls too.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from agentrl.workers.jobs.interpreters import Sessions
 from agentrl.workers.stack.celery_app import app, own_queue, row_id
-from agentrl.workers.stack.dispatch import NO_REPLY, send_call
+from agentrl.workers.stack.dispatch import MAX_CALLS, NO_REPLY, send_calls
 from agentrl.workers.stack.process import claim_name, database, worker_name
 from agentrl.workers.stack.replies import Waker
 from agentrl.workflow import emitters
@@ -62,14 +62,47 @@ not run twice is lost.
 LOOKS_PER_LIMIT = 8
 """How often the clock is read within the time limit of a call."""
 
+_slots = threading.Semaphore(MAX_CALLS)
 _running: set[int] = set()
 _running_lock = threading.Lock()
 
 
-@app.task(name="agentrl.call", throws=(ServiceError, InfraError))
-def call(call_id: int, reply_to: str) -> None:
+@app.task(name="agentrl.calls", throws=(ServiceError, InfraError))
+def calls(call_ids: Sequence[int], reply_to: str) -> None:
+    """Run the tool calls of a message, each in a thread of its own, so that no call waits for another one or fails with it.
+
+    Raises:
+        ServiceError, InfraError: some calls have no result; the first error.
+        ConfigError: the message is malformed.
+    """
+    if not isinstance(call_ids, list) or not 0 < len(call_ids) <= MAX_CALLS:
+        raise ConfigError(f"A message must contain 1 to {MAX_CALLS} tool calls, not {call_ids!r:.100}.")
+    outcomes: dict[int, Future[None]] = {row_id(call_id): Future() for call_id in call_ids}
+    first, *others = [(outcome, partial(_call, call_id, reply_to)) for call_id, outcome in outcomes.items()]
+    for other in others:
+        threading.Thread(target=_settle, args=other, name="call").start()
+    _settle(*first)
+    errors = {call_id: error for call_id, outcome in outcomes.items() if (error := outcome.exception())}
+    for call_id, error in list(errors.items())[1:]:  # Celery logs only the one that is raised
+        log.error("call %d has no result: %s", call_id, error)
+    for error in errors.values():
+        raise error
+
+
+def limit_calls(count: int) -> None:
+    """Set the number of calls that this process runs at once."""
+    global _slots
+    _slots = threading.Semaphore(count)
+
+
+def _call(call_id: int, reply_to: str) -> None:
     """Run the tool call unless it has a result, record the result, and wake the rollout worker at `reply_to`."""
-    work = tool_calls.find_call(database(), row_id(call_id))
+    with _slots:
+        _run_call(call_id, reply_to)
+
+
+def _run_call(call_id: int, reply_to: str) -> None:
+    work = tool_calls.find_call(database(), call_id)
     try:
         if work is not None:
             with log_fields(run_id=work.run, episode=work.episode, attempt=work.attempt):
@@ -101,7 +134,7 @@ def _answer_call(work: CallWork, reply_to: str) -> bool:
     if isinstance(tool, CodeTool) and tool.keeps:
         owner = _sessions().answer(SessionKey(work.episode, work.attempt, work.tool), work.id, tool)
         if owner != own_queue():
-            send_call(work.id, reply_to, owner)
+            send_calls([work.id], reply_to, owner)
         return owner == own_queue()
     with _hold_call(work.id) as alone:
         result = _run_or_skip(tool, work) if alone else None

@@ -1,8 +1,8 @@
 """The Celery app. It has four queues, accepts only JSON and acknowledges messages late. So a lost or duplicate message causes
 no harm.
 
-A `rollout` job samples episodes, a `tools` job runs one tool call, a `train` job runs one update, and an `agents` job runs one
-agent. The router accepts these queues and the queues of single tools workers (`tools.<host>`), and refuses all others.
+A `rollout` job samples episodes, a `tools` job runs a few tool calls, a `train` job runs one update, and an `agents` job runs
+one agent. The router accepts these queues and the queues of single tools workers (`tools.<host>`), and refuses all others.
 """
 
 import os
@@ -29,7 +29,7 @@ AGENTS = "agents"
 """The queue of agents workers, which only runs with an agent need."""
 ALL_QUEUES = (*QUEUES, AGENTS)
 _HOST_QUEUE = re.compile(r"tools\.[a-z0-9][a-z0-9.-]{0,63}")
-_QUEUE_OF_JOB = {"agentrl.rollout": "rollout", "agentrl.call": "tools", "agentrl.train": "train", "agentrl.agent": AGENTS}
+_QUEUE_OF_JOB = {"agentrl.rollout": "rollout", "agentrl.calls": "tools", "agentrl.train": "train", "agentrl.agent": AGENTS}
 _DAY = 86400
 TRANSPORT_ALIASES |= dict.fromkeys(("redis", "rediss"), "agentrl.workers.stack.transport:Transport")
 

@@ -1,5 +1,5 @@
-"""Sends all messages: an iteration as a chord, single rollout jobs, the train job, a tool call, an agent. After a message was
-sent, the row of its work records the send. The control loop sends lost messages again.
+"""Sends all messages: an iteration as a chord, single rollout jobs, the train job, a few tool calls, an agent. After a message
+was sent, the row of its work records the send. The control loop sends lost messages again.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,8 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.tool_calls import lost_calls
 
 NO_REPLY = ""
+MAX_CALLS = 8
+"""The most tool calls in a message. More would keep other tools workers idle."""
 MAX_SENDS = 5
 """The number of sends after which a tool call is not sent again. A call that was sent so often may be killing its workers. Its
 rollout stops waiting for the call after a while.
@@ -70,16 +72,17 @@ def send_calls_again(db: Database) -> None:
     rows.
     """
     for call in lost_calls(db, MAX_SENDS):
-        send_call(call, NO_REPLY)
+        send_calls([call], NO_REPLY)  # alone, because this call may have killed the worker, and others with it
 
 
-def send_call(call: int, reply_to: str, queue: str = "tools") -> None:
-    """Send a tool call to a queue. The tools worker wakes the rollout process at `reply_to` when the result is recorded.
-    `reply_to` is the address of the rollout process's reply list; `NO_REPLY` if no process waits. `queue` is the queue of all
-    tools workers, or that of the worker that has the episode's session.
+def send_calls(calls: Sequence[int], reply_to: str, queue: str = "tools") -> None:
+    """Send tool calls to a queue, up to MAX_CALLS in each message. When a result is recorded, the tools worker wakes the
+    rollout process at `reply_to`. `reply_to` is the address of the rollout process's reply list; `NO_REPLY` if no process
+    waits. `queue` is the queue of all tools workers, or that of the worker that has the episode's session.
     """
-    with _broker_errors("call"):
-        _send_to(queue, "agentrl.call", call, reply_to)
+    for first in range(0, len(calls), MAX_CALLS):
+        with _broker_errors("call"):
+            _send_to(queue, "agentrl.calls", list(calls[first : first + MAX_CALLS]), reply_to)
 
 
 def send_agent(episode: int, attempt: int, reply_to: str) -> None:

@@ -60,8 +60,8 @@ without that thread. A tool call took five times as long too.
 """
 
 CONCURRENCY = {"rollout": 16, "tools": 64, "train": 1}
-"""The number of threads for each queue. The numbers are high because a rollout job mostly waits for the engine, and a tool call
-for its tool. For agents, the number is a setting.
+"""The number of threads for each queue, and the number of tool calls that run at once. The numbers are high because a rollout
+job mostly waits for the engine, and a tool call for its tool. For agents, the number is a setting.
 """
 
 
@@ -203,6 +203,8 @@ def make_worker(roles: list[str], concurrency: int, kind: str = "Worker", **more
         for name in (*roles, "fit"):
             import_module(MODULES[name])  # registers its job, or its command, with the app
     own = [own_queue()] if "tools" in roles else []
+    if own:
+        import_module(MODULES["tools"]).limit_calls(concurrency)
     for name in own:
         app.amqp.queues.add(Queue(name, routing_key=name))
     return getattr(app, kind)(
