@@ -3,8 +3,8 @@
 At work is a call of the model, drawing from its logits, a loss's logprobs, a backward pass, clipping and a step of the
 optimizer; everything else (Python between two calls, commits, messages, files, waiting) is not. The clocks are put around
 torch's and our own functions in this process alone; the program knows nothing of them. A call that waits for its turn to run
-Python, or for a processor, is at work all the same: `cpu` says how many of the seconds its thread really computed (with one
-thread per model). On a GPU nothing here would say when its work ends.
+Python, or for a processor, is at work all the same: `computed` has the processor seconds of the thread of each call, which is
+all that the call computes if torch has one thread. On a GPU nothing here would say when its work ends.
 """
 
 import atexit
@@ -22,15 +22,17 @@ _depth = threading.local()
 
 
 class Clock:
-    """Intervals in which at least one thread was at work, in seconds since the epoch, and the seconds of each kind."""
+    """Intervals in which at least one thread was at work, in seconds since the epoch, and the begin and the processor seconds
+    of each call.
+    """
 
     def __init__(self) -> None:
         self.intervals: list[tuple[float, float]] = []
-        self.kinds: dict[str, float] = {}
+        self.computed: list[tuple[float, float]] = []
         self._working = 0
         self._began = 0.0
 
-    def measured(self, kind: str, work: Callable[..., Any]) -> Callable[..., Any]:
+    def measured(self, work: Callable[..., Any]) -> Callable[..., Any]:
         """`work`, its time counted; what it calls is counted with it, and not again."""
 
         @functools.wraps(work)
@@ -43,7 +45,7 @@ class Clock:
                 return work(*args, **kwargs)
             finally:
                 _depth.inside = False
-                self._leave(kind, began, time.thread_time() - computed)
+                self._leave(began, time.thread_time() - computed)
 
         return run
 
@@ -55,18 +57,17 @@ class Clock:
             self._working += 1
             return now
 
-    def _leave(self, kind: str, began: float, computed: float) -> None:
+    def _leave(self, began: float, computed: float) -> None:
         with _lock:
             now = time.time()
             self._working -= 1
-            for name, taken in ((kind, now - began), ("cpu", computed)):
-                self.kinds[name] = self.kinds.get(name, 0.0) + taken
+            self.computed.append((began, computed))
             if not self._working:
                 self.intervals.append((self._began, now))
 
     def write(self, file: Path) -> None:
-        """Both as JSON."""
-        file.write_text(json.dumps({"intervals": self.intervals, "kinds": self.kinds}))
+        """All of it as JSON."""
+        file.write_text(json.dumps({"intervals": self.intervals, "computed": self.computed}))
 
 
 def put_on(clock: Clock) -> None:
@@ -78,13 +79,13 @@ def put_on(clock: Clock) -> None:
     from agentrl.workflow.models.fast_forward import FastForward
 
     modules: Any = torch.nn.Module
-    modules.__call__ = clock.measured("forward", modules.__call__)
-    FastForward.__call__ = clock.measured("forward", FastForward.__call__)  # type: ignore[method-assign]
-    agentrl.workflow.inference.sampling.sample = clock.measured("draw", agentrl.workflow.inference.sampling.sample)
-    logprobs.token_logprobs = clock.measured("logprobs", logprobs.token_logprobs)
-    torch.autograd.backward = clock.measured("backward", torch.autograd.backward)
-    torch.nn.utils.clip_grad_norm_ = clock.measured("optimizer", torch.nn.utils.clip_grad_norm_)
-    torch.optim.AdamW.step = clock.measured("optimizer", torch.optim.AdamW.step)  # type: ignore[method-assign]
+    modules.__call__ = clock.measured(modules.__call__)
+    FastForward.__call__ = clock.measured(FastForward.__call__)  # type: ignore[method-assign]
+    agentrl.workflow.inference.sampling.sample = clock.measured(agentrl.workflow.inference.sampling.sample)
+    logprobs.token_logprobs = clock.measured(logprobs.token_logprobs)
+    torch.autograd.backward = clock.measured(torch.autograd.backward)
+    torch.nn.utils.clip_grad_norm_ = clock.measured(torch.nn.utils.clip_grad_norm_)
+    torch.optim.AdamW.step = clock.measured(torch.optim.AdamW.step)  # type: ignore[method-assign]
 
 
 def main(roles: str, file: str) -> None:

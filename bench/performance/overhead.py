@@ -1,7 +1,8 @@
-"""Of a run's time, how much is not the model's? From the first claim to the last commit, waiting counted.
+"""Of a run's time and of its processor time, how much is not the model's? From the first claim to the last commit.
 
 One process samples and trains, as the embedded stack has it; the tools, the control loop and Redis are processes of their own,
-the database is a SQLite file. A short run goes before the one that counts, so that models are loaded.
+the database is a SQLite file. A short run goes before the one that counts, so that models are loaded. torch has one thread, so
+that the processor time of a call of the model is that of its thread.
 """
 
 import json
@@ -22,13 +23,16 @@ COLUMNS = (
     "iterations",
     "s per iteration",
     "model s",
-    "of it computed",
     "rollout s",
     "update s",
     "overhead",
     "to claim s",
+    "processor s",
+    "the model's share",
 )
-"""`overhead` is 1 - model s / s per iteration; `to claim s` is from an update's commit to the next first claim."""
+"""`overhead` is 1 - model s / s per iteration, waiting counted; `to claim s` is from an update's commit to the next first
+claim; `processor s` is that of all worker processes in an iteration.
+"""
 
 TRAINED: dict[str, Any] = {
     "hooks": ["tests.support.parity_hook:Lucky"],
@@ -57,25 +61,27 @@ def measure() -> Measured:
 
 
 def _row(name: str, options: Mapping[str, Any]) -> list[object]:
-    with fleet() as crew:
-        return [name, *_figures(crew, played(crew, options, ITERATIONS))]
+    with fleet(AGENTRL_THREADS="1") as crew:
+        return [name, *_figures(crew, *played(crew, options, ITERATIONS))]
 
 
-def played(crew: Fleet, options: Mapping[str, Any], iterations: int) -> Mapping[str, Any]:
-    """Plays a short run and the one that counts; what the clock says."""
+def played(crew: Fleet, options: Mapping[str, Any], iterations: int) -> tuple[Mapping[str, Any], float]:
+    """Plays a short run and the one that counts; what the clock says, and the processor seconds of the one that counts."""
     file = crew.clocked("rollout,train")
     for role in ("tools", "control"):
         crew.worker(role)
+    spent = 0.0
     for name, count in (("warm", 1), ("counts", iterations)):
-        tasks = int(options["rollout.tasks_per_iteration"]) * count
+        tasks, before = int(options["rollout.tasks_per_iteration"]) * count, crew.processor_seconds()
         crew.submit(name, {**options, "dataset.max_tasks": tasks})
         crew.wait_for(name)
+        spent = crew.processor_seconds() - before
     crew.end()
     found: Mapping[str, Any] = json.loads(file.read_text())
-    return found
+    return found, spent
 
 
-def _figures(crew: Fleet, clock: Mapping[str, Any]) -> list[object]:
+def _figures(crew: Fleet, clock: Mapping[str, Any], spent: float) -> list[object]:
     rows = crew.rows(
         "SELECT i.number, min(g.started_at), i.finished_at, i.rolled_out_at, i.update_seconds FROM iterations i"
         " JOIN groups g ON g.iteration_id = i.id JOIN runs r ON r.id = i.run_id WHERE r.name = 'counts'"
@@ -84,10 +90,10 @@ def _figures(crew: Fleet, clock: Mapping[str, Any]) -> list[object]:
     claims, commits, rolled = ([seconds(row[column]) for row in rows] for column in (1, 2, 3))
     first, last, n = claims[0], commits[-1], len(rows)
     model = sum(min(end, last) - max(start, first) for start, end in clock["intervals"] if end > first and start < last)
-    kinds = dict(clock["kinds"])
-    computed = kinds.pop("cpu") / sum(kinds.values())
+    computed = sum(taken for began, taken in clock["computed"] if first <= began < last)
     rollouts = sum(end - start for start, end in zip(claims, rolled, strict=True))
     gaps = sum(claim - commit for commit, claim in zip(commits, claims[1:], strict=False))
     updates = sum(row[4] for row in rows)
     whole = last - first
-    return [n, whole / n, model / n, computed, rollouts / n, updates / n, 1 - model / whole, gaps / (n - 1)]
+    per_iteration = (whole / n, model / n, rollouts / n, updates / n)
+    return [n, *per_iteration, 1 - model / whole, gaps / (n - 1), spent / n, computed / spent]
