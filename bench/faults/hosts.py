@@ -7,7 +7,8 @@ a Redis, both with TLS and a password, and an S3 store for checkpoints. While th
 - the other sampling host is lost: all its processes are killed, and start again later;
 - the training host is lost in the same way;
 - the tools host's clock is two minutes ahead (with libfaketime, where it is installed);
-- the disk of a sampling host is full for a while.
+- the disk of a sampling host is full for a while;
+- the training host is cut off for a minute.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -178,15 +180,17 @@ def disturbances(where: Site, told: list[str]) -> "Mapping[int, Callable[[], Non
         told.append(what)
         print(f"  {what}", flush=True)
 
-    comes_back = threading.Timer(CUT_SECONDS, lambda: where.hosts["sampler-1"].come_back())
+    cuts: list[threading.Timer] = []
 
-    def cut() -> None:
-        say(f"sampler-1 is cut off for {CUT_SECONDS:.0f} s")
-        where.hosts["sampler-1"].cut_off()
-        comes_back.start()
+    def cut(host: str) -> None:
+        say(f"{host} is cut off for {CUT_SECONDS:.0f} s")
+        where.hosts[host].cut_off()
+        cuts.append(threading.Timer(CUT_SECONDS, where.hosts[host].come_back))
+        cuts[-1].start()
 
     def lose(host: str) -> None:
-        comes_back.join()
+        for comes_back in cuts:
+            comes_back.join()
         say(f"{host} is lost for {LOST_SECONDS:.0f} s")
         where.lose(host)
         time.sleep(LOST_SECONDS)
@@ -201,7 +205,8 @@ def disturbances(where: Site, told: list[str]) -> "Mapping[int, Callable[[], Non
         time.sleep(LOST_SECONDS)
         (disk / "filler").unlink()
 
-    return {5: cut, 60: lambda: lose("sampler-2"), 75: lambda: lose("trainer"), 90: fill}
+    moments = (5, partial(cut, "sampler-1")), (60, partial(lose, "sampler-2")), (75, partial(lose, "trainer"))
+    return dict([*moments, (90, fill), (105, partial(cut, "trainer"))])
 
 
 def main() -> None:
