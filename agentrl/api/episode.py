@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agentrl.api import html
@@ -10,6 +10,7 @@ from agentrl.api.lists import PAGE, Rows
 from agentrl.workflow.annotations import Annotation
 from agentrl.workflow.store.driver_reader import Reader
 from agentrl.workflow.store.reads import episode_rows
+from agentrl.workflow.store.reads.episode_rows import EpisodeRecord
 from agentrl.workflow.tables.views import CallRow, EpisodeRow
 from agentrl.workflow.training.demonstrations import message_row
 from agentrl.workflow.trajectory import Episode, Message, messages_of
@@ -26,7 +27,6 @@ class StoredEpisode:
 
     Args:
         row: the episode's columns, as in `v_episodes`: run, task, status, reward and others.
-        value: the episode as rewards receive it: every step with its exact token ids and logprobs.
         calls: the tool calls of the episode's steps, with results and times.
         rewards: for each reward set, the value of each reward part, summed over the steps.
         agent_error: the agent's error message; empty if the agent did not fail or left no message.
@@ -34,11 +34,22 @@ class StoredEpisode:
     """
 
     row: EpisodeRow
-    value: Episode
     calls: Sequence[CallRow]
     rewards: Mapping[str, Mapping[str, float]]
-    agent_error: str = ""
-    agent_output: str = ""
+    agent_error: str
+    agent_output: str
+    _record: EpisodeRecord = field(repr=False)
+
+    @property
+    def value(self) -> Episode:
+        """The episode as rewards receive it: every step with its exact token ids and logprobs.
+
+        Raises:
+            StateError: `agentrl gc --tokens` removed the tokens.
+        """
+        if self._record.removed:
+            raise self._record.removed.error()
+        return self._record.episode
 
     @property
     def id(self) -> int:
@@ -53,12 +64,12 @@ class StoredEpisode:
     @property
     def annotations(self) -> Sequence[Annotation]:
         """The annotations of the agent, the tools and the hooks, oldest first."""
-        return self.value.annotations
+        return self._record.episode.annotations
 
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The conversation that led to the last turn, as chat messages."""
-        return chat_messages(_last_line(self.value))
+        return chat_messages(_last_line(self._record.episode))
 
     def __repr__(self) -> str:
         ended = self.row.stop_reason or self.row.error_class or "not over"
@@ -66,7 +77,7 @@ class StoredEpisode:
 
     def _repr_html_(self) -> str:
         parts = [f"<p><b>{html.text(repr(self))}</b>, task {html.text(self.row.task)}</p>"]
-        for message in _last_line(self.value):
+        for message in _last_line(self._record.episode):
             if message.thought:
                 parts.append(html.folded("thought", html.pre(message.thought)))
             name = f" ({message.name})" if message.name else ""
@@ -131,7 +142,7 @@ def find(db: Reader, number: int) -> StoredEpisode:
     for part in record.rewards:
         earned = rewards.setdefault(part.reward_set, {})
         earned[part.part] = earned.get(part.part, 0.0) + part.value
-    return StoredEpisode(record.row, record.episode, record.calls, rewards, record.agent_error, record.agent_output)
+    return StoredEpisode(record.row, record.calls, rewards, record.agent_error, record.agent_output, record)
 
 
 def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -72,7 +72,7 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
         "engine": Entry("agentrl.cli.engine:engine", "Install engines for --engine: vllm."),
         "agent": Entry("agentrl.cli.agent:agent", "Run agents outside of the stack: ask an endpoint for tasks."),
         "logs": Entry("agentrl.cli.logs:logs", "Show the logs of the workers; -f follows."),
-        "gc": Entry("agentrl.cli.maintenance:gc", "Remove checkpoint files that no row needs."),
+        "gc": Entry("agentrl.cli.maintenance:gc", "Remove checkpoint files that no row needs, or a run's tokens."),
         "vacuum": Entry("agentrl.cli.maintenance:vacuum", "Compact the database; runs may continue meanwhile."),
         "data": Entry("agentrl.cli.data:data", "Check that a dataset's tasks can be scored."),
         "tools": Entry("agentrl.cli.serve_tools:tools", "List tools, or serve them over HTTP."),

@@ -1,13 +1,23 @@
-"""`agentrl gc` and `agentrl vacuum`: remove files that no database row needs, and return the database's unused space to the
-disk.
+"""`agentrl gc` and `agentrl vacuum`: remove files that no database row needs, or the tokens of chosen runs, and return the
+database's unused space to the disk.
 """
 
+import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
 from agentrl.cli.console import Json, say, show, show_json, show_table
 from agentrl.cli.resolve_targets import existing_database, stored_database
+from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.runtime.shown_text import format_count
+
+SPACE_HINTS = {
+    True: "The file keeps its size until you type: agentrl vacuum",
+    False: "Postgres uses the space again after its next vacuum: autovacuum, or agentrl vacuum.",
+}
+"""What to do after a removal of rows. The key is True for SQLite."""
 
 
 def gc(
@@ -21,6 +31,10 @@ def gc(
             show_default=False,
         ),
     ] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Remove from the database the token ids and logprobs of these runs, no files.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="With --tokens: do not ask.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -28,7 +42,16 @@ def gc(
 
     These are leftovers of killed trainers, the optimizer state of all but the last two checkpoints, and adapters that no
     episode refers to.
+
+    With --tokens, remove the token ids and logprobs of the named runs from the database, for good. Texts, tool calls, rewards
+    and curves stay. What needs the tokens is refused from then on: verifying, resuming, forking, rescoring, training on the
+    episodes.
     """
+    if tokens:
+        _remove_tokens(runs or (), keep_last, yes, dry_run, as_json)
+        return
+    if yes:
+        raise ConfigError("--yes has no effect without --tokens.", "Leave it out.")
     from agentrl.workflow.checkpoints.checkpoint_gc import KINDS
     from agentrl.workflow.store import retention
 
@@ -62,6 +85,41 @@ def _collect_run(db: Any, place: Any, keep_last: int | None, dry_run: bool) -> d
     for item in () if dry_run else waste:
         checkpoint_gc.remove(place.output_dir, item)
     return {kind: sum(item.bytes for item in waste if item.kind == kind) for kind in checkpoint_gc.KINDS}
+
+
+def _remove_tokens(runs: Sequence[str], keep_last: int | None, yes: bool, dry_run: bool, as_json: bool) -> None:
+    from agentrl.workflow.store import token_removal
+    from agentrl.workflow.store.stored_tokens import RemovedTokens
+
+    if not runs:
+        raise ConfigError("--tokens removes the tokens of the runs that you name.", "Type agentrl gc --tokens RUN.")
+    if keep_last is not None:
+        raise ConfigError("--tokens and --keep-last exclude each other.", "Type one command for each.")
+    db = stored_database()
+    counts = token_removal.count_tokens(db, runs)
+    for count in counts:
+        if count.removed_at is not None:
+            say(RemovedTokens(count.run, count.removed_at).sentence)
+        of = f"{format_count(count.steps, 'step')} of {format_count(count.episodes, 'episode')}"
+        say(f"{count.run}: token ids and logprobs of {of}, {_format_bytes(count.bytes)}")
+    total = sum(count.bytes for count in counts)
+    removes = not dry_run and (yes or _confirm(total))
+    for count in counts if removes else ():
+        token_removal.remove_tokens(db, count)
+    if as_json:
+        documents = {count.run: {name: getattr(count, name) for name in ("episodes", "steps", "bytes")} for count in counts}
+        show_json({"dry_run": not removes, "bytes": {"tokens": total}, "runs": documents})
+    else:
+        show(f"{_format_bytes(total)} {'were' if removes else 'would be'} removed from the database.")
+    if removes:
+        say(SPACE_HINTS[db.is_sqlite])
+
+
+def _confirm(total: int) -> bool:
+    """Ask, and return whether the user agrees. Raise ConfigError if nobody can answer."""
+    if not sys.stdin.isatty():
+        raise ConfigError("Nothing was removed: this command asks first, and stdin is not a terminal.", "Add --yes.")
+    return typer.confirm(f"Remove {_format_bytes(total)} for good?", err=True)
 
 
 def vacuum(as_json: Json = False) -> None:

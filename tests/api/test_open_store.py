@@ -13,9 +13,9 @@ from sqlalchemy import text
 
 import agentrl
 from agentrl.api import lists
-from agentrl.workflow.errors import AccessDenied, ConfigError, NotFoundError, ServiceError
+from agentrl.workflow.errors import AccessDenied, ConfigError, NotFoundError, ServiceError, StateError
 from agentrl.workflow.settings import settings
-from agentrl.workflow.store import steps, train_commits
+from agentrl.workflow.store import steps, token_removal, train_commits
 from agentrl.workflow.store.connect import Database
 from tests.support.played_runs import CALL, claim, finish, ready, sampled, start, submission, update_of
 
@@ -83,6 +83,20 @@ def test_store_episode_is_complete(store: agentrl.Store) -> None:
     assert found.rewards == {"default": {"numeric_answer": 1.0}}
     assert found.messages[-1] == {"role": "assistant", "content": "42", "reasoning_content": "thinking"}
     assert repr(found) == f"<episode {number} of first: done (answered), reward 1.0>"
+
+
+def test_store_episode_without_tokens_has_texts_but_no_value(database: Database) -> None:
+    work = ready(database, submission("first"))
+    train_commits.commit_update(database, work, update_of(work), 3)
+    token_removal.remove_tokens(database, *token_removal.count_tokens(database, ["first"]))
+    store = agentrl.open(database.url.render_as_string(hide_password=False))
+    found = store.episode(2)
+    assert found.messages[-1] == {"role": "assistant", "content": "42", "reasoning_content": "thinking"}
+    assert (found.rewards, found.annotations) == ({"default": {"numeric_answer": 1.0}}, ())
+    assert store.episodes("first", min_reward=1).to_dataset()["messages"][0][-1]["content"] == "42"
+    assert "42" in found._repr_html_()
+    with pytest.raises(StateError, match=r"The tokens of run 'first' were removed on \d{4}"):
+        _ = found.value
 
 
 def test_store_writes_calls_like_chat_api(database: Database) -> None:

@@ -1,6 +1,7 @@
 """What the page is told of one episode: turns, texts, tokens, why it has its advantage, on both databases."""
 
 import math
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from sqlalchemy import text
 from agentrl.workers.page.routes.episode_routes import MAX_TOKENS
 from agentrl.workers.page.shown.token_texts import join_pieces
 from agentrl.workflow.analysis.token_strip import ELSEWHERE, GUIDED
-from agentrl.workflow.store import planning, rollout_claims, steps, train_commits
+from agentrl.workflow.store import planning, rollout_claims, steps, token_removal, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import Fork
 from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
@@ -323,6 +324,24 @@ def test_episode_route_of_fork_has_turns_of_parent(database: Database) -> None:
     forks = page.read("/api/episodes/1")["forks"]
     assert [(each["run"], each["step"]) for each in forks] == [("forked", 2)] * len(forks)
     assert number in [each["id"] for each in forks]
+
+
+def test_episode_route_with_removed_tokens_keeps_texts(database: Database) -> None:
+    record(database, trained(database, {"name": "grpo"}), {1: -0.5, 2: 0.5})
+    page = PageOver(database)
+    before = page.read("/api/episodes/2")
+    assert before["tokens_removed"] is None
+    token_removal.remove_tokens(database, *token_removal.count_tokens(database, ["first"]))
+    after = page.read("/api/episodes/2")
+    sentence = after["tokens_removed"]
+    assert re.fullmatch(r"The tokens of run 'first' were removed on \d{4}-\d\d-\d\d\.", sentence)
+    needy = dict.fromkeys(("verify", "fork", "rescore", "whatif"))
+    assert all(before["commands"][name] for name in needy)
+    assert after == {**before, "tokens_removed": sentence, "commands": {**before["commands"], **needy}}
+    assert page.ask("/api/episodes/2/tokens") == (
+        409, {"error": sentence, "hint": "Its texts, tool calls and rewards are still stored: agentrl episodes first"},
+    )  # fmt: skip
+    assert page.read("/api/runs/1")["run"]["tokens_removed_at"] is not None
 
 
 @pytest.fixture

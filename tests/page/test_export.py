@@ -19,7 +19,7 @@ from agentrl.workers.page.read_only import Busy, ReadOnlyStore
 from agentrl.workers.page.service import STATIC
 from agentrl.workflow.errors import ConfigError, ConflictError, NotFoundError
 from agentrl.workflow.settings import Settings
-from agentrl.workflow.store import planning, search_rounds, tags_and_notes, train_commits
+from agentrl.workflow.store import planning, search_rounds, tags_and_notes, token_removal, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import curves
 from agentrl.workflow.tables import schema as tables
@@ -77,6 +77,17 @@ def test_export_records_small_run_under_page_paths(trained: Database, tmp_path: 
     page = PageOver(trained)
     for path in ("api/runs/1/curves", f"api/episodes/{episodes[0]}", f"api/groups/{groups[0]}"):
         assert file["answers"][path] == page.read(f"/{path}")
+
+
+def test_export_of_run_without_tokens_has_all_else(trained: Database, tmp_path: Path) -> None:
+    out = tmp_path / "run.html"
+    export.write_export(store(trained), "first", out, [1], LIMIT)
+    before = {*recorded(out)["answers"]}
+    token_removal.remove_tokens(trained, *token_removal.count_tokens(trained, ["first"]))
+    assert export.write_export(store(trained), "first", out, [1], LIMIT, force=True) == ""
+    after = recorded(out)["answers"]
+    assert {*after} == {path for path in before if "/tokens" not in path} < before
+    assert "were removed on" in after["api/episodes/1"]["tokens_removed"]
 
 
 def test_export_holds_nothing_of_other_runs_or_folders(trained: Database, tmp_path: Path) -> None:

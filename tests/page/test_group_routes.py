@@ -12,7 +12,7 @@ from sqlalchemy import text
 from agentrl.workers.page.routes.episode_routes import Tokens, WholeEpisode
 from agentrl.workers.page.routes.group_routes import WholeGroup
 from agentrl.workflow.analysis.alignment import Alignment, align
-from agentrl.workflow.store import planning, train_commits
+from agentrl.workflow.store import planning, token_removal, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.row_codecs import pack
 from agentrl.workflow.trajectory import CallRecord, Message, Step, ToolCall, ToolResult
@@ -124,6 +124,23 @@ def test_group_route_shows_divergence_in_tokens_of_run(database: Database, tmp_p
     assert parting["common_text"] == "ask: é "
     assert [at["token_text"] + at["next"] for at in parting["at"]] == ["is right", "was"]
     assert [each["text"] for each in parting["tree"]] == ["ask: é ", "is right", "was"]
+
+
+def test_group_route_with_removed_tokens_has_no_tree(database: Database, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path / "model")
+    group, _ = group_of(database, 2)
+    work = claim(database, group)
+    for position in (0, 1):
+        commit(database, work, turn(0, (1, 2), (3, position)), position)
+    planning.stop(database, "first", "cancelled")
+    with altered(database, "runs", "base", "id = 1", str(tokenizer)):
+        before = PageOver(database).read(f"/api/groups/{group}")
+        token_removal.remove_tokens(database, *token_removal.count_tokens(database, ["first"]))
+        after = PageOver(database).read(f"/api/groups/{group}")
+    assert len(before["parting"]["tree"]) == 3
+    assert (after["parting"]["tree"], after["parting"]["at"], after["parting"]["common_tokens"]) == ([], [], 0)
+    assert after["parting"]["tokens_removed"].startswith("The tokens of run 'first' were removed on ")
+    assert {**after, "parting": None} == {**before, "parting": None}
 
 
 def test_group_route_before_start_or_missing(database: Database) -> None:

@@ -126,7 +126,7 @@ def test_row_has_values_of_declared_types(grown: Database) -> None:
 def test_row_is_frozen_mapping_of_its_columns(database: Database) -> None:
     start(database, submission())
     row = run_rows.describe_run(database, "first")
-    assert (row.run, row["run"], row.get("nothing"), len(row)) == ("first", "first", None, 22)
+    assert (row.run, row["run"], row.get("nothing"), len(row)) == ("first", "first", None, 23)
     assert row == dict(row) == {**row}
     with pytest.raises(FrozenInstanceError):
         row.run = "second"  # type: ignore[misc]

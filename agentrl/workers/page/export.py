@@ -279,14 +279,14 @@ async def _take_chosen(recording: _Recording, run: int, chosen: Sequence[int], l
 
 
 def _episode(recording: _Recording, run: int, episode: int, beside: bool = False) -> Callable[[], Awaitable[None]]:
-    """Return a function that records an episode with all of its turns and tokens."""
+    """Return a function that records an episode with all of its turns, and with its tokens if they are stored."""
 
     async def work() -> None:
         here = f"api/episodes/{episode}"
         first_page = page = await recording.ask(here)
         while page["next_turn"] is not None:
             page = await recording.ask(f"{here}?turn={page['next_turn']}")
-        start, total = 0, 1
+        start, total = 0, int(first_page["tokens_removed"] is None)
         while start < total:
             tokens = await recording.ask(f"{here}/tokens?size={TOKENS}&start={start}")
             start, total = start + len(tokens["ids"]), tokens["total"] if tokens["ids"] else 0

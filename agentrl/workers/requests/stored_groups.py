@@ -24,6 +24,7 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import StoredRun, find_episode_counted_twice, find_run_of_group, load_stored_run
 from agentrl.workflow.store.imported_runs import EXACT
 from agentrl.workflow.store.run_names import find_run, find_stored_policy
+from agentrl.workflow.store.stored_tokens import check_run_tokens
 from agentrl.workflow.trajectory import PolicyRef
 
 ALLOWED_KEYS = ("name", "seed", "epochs", "output_dir", "hooks", "rollout.tasks_per_iteration")
@@ -136,6 +137,8 @@ def _load_sources(db: Database, source_config: SourceConfig, least: int) -> list
         if run not in whole:
             groups_by_run.setdefault(run, []).append(group)
     sources = [load_stored_run(db, run, groups, source_config.reward_set, least) for run, groups in groups_by_run.items()]
+    for source in sources:
+        check_run_tokens(source.row["name"], source.row["tokens_removed_at"])
     if not any(source.groups for source in sources):
         raise StateError(
             f"No finished group has at least {least} episodes that are done.",

@@ -14,10 +14,14 @@ from agentrl.workflow.trajectory import ROOT, Episode, Step, ToolCall, ToolResul
 
 STYLES = {"system": "dim", "user": "green", "assistant": "", "tool": "blue", "prompt": "green", "prompt_ids": "dim"}
 
+_TOKEN_FIELDS = ("prompt_ids", "sampled_ids", "behavior_logprobs")
+
 
 def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
     """Yield the lines of an episode's transcript. `only` is the index of the step to yield; None: all steps."""
     yield from _head_lines(record.row)
+    if record.removed:
+        yield f"  {record.removed.sentence}", "yellow"
     for name, meaning in (
         ("replayed", "copied from the record of a lost attempt"),
         ("side_call", "side calls, which do not train"),
@@ -32,7 +36,9 @@ def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
         if only in (None, step.index):
             calls = [call for call in record.calls if call["step"] == step.index]
             before = record.episode.steps[step.parent].results if step.parent not in (None, ROOT) else None
-            yield from _step_lines(step, record.steps[step.index], calls, {result.content for result in before or ()})
+            logprobs = _mean_text(record.steps[step.index]["mean_logprob"]) if record.removed else _logprob_text(step)
+            seen = {result.content for result in before or ()}
+            yield from _step_lines(step, record.steps[step.index], calls, seen, logprobs)
             if (why := idle.get(step.index)) in (UNREAD, SIDE_CALL):
                 yield f"  does not train: {why}", "yellow"
             yield from said_lines([annotation for annotation in record.episode.annotations if annotation.step == step.index])
@@ -55,6 +61,7 @@ def conversation_lines(steps: Sequence[Step], of_agent: bool = False) -> Iterato
             row,
             [_call_row(index, *pair, "agent" if of_agent else "call") for index, pair in enumerate(pairs)],
             earlier_results,
+            _logprob_text(step),
         )
         earlier_results = {result.content for result in step.results or ()}
     prompt, sampled = (sum(len(getattr(step, name)) for step in steps) for name in ("prompt_ids", "sampled_ids"))
@@ -80,10 +87,13 @@ def _call_row(index: int, call: ToolCall, result: ToolResult | None, kind: str) 
 
 
 def as_document(record: Any, only: int | None = None) -> dict[str, Any]:
-    """Return the episode as one value for JSON, with the exact token ids and logprobs."""
+    """Return the episode as one value for JSON, with the exact token ids and logprobs; None instead of them if they were
+    removed.
+    """
     chosen = [step for step in record.episode.steps if only in (None, step.index)]
     return {
         "episode": record.row,
+        "tokens_removed_at": record.removed.removed_at if record.removed else None,
         "agent_error": record.agent_error,
         "agent_output": record.agent_output,
         "rewards": [{key: row[key] for key in ("part", "step", "value", "weight", "reward_set")} for row in record.rewards],
@@ -94,9 +104,7 @@ def as_document(record: Any, only: int | None = None) -> dict[str, Any]:
                 **record.steps[step.index],
                 "prompt": [{"role": m.role, "content": m.content, "name": m.name} for m in step.prompt],
                 "calls": [call for call in record.calls if call["step"] == step.index],
-                "prompt_ids": step.prompt_ids,
-                "sampled_ids": step.sampled_ids,
-                "behavior_logprobs": step.behavior_logprobs,
+                **{name: None if record.removed else getattr(step, name) for name in _TOKEN_FIELDS},
             }
             for step in chosen
         ],
@@ -140,7 +148,7 @@ def _tree_lines(episode: Episode) -> Iterator[Line]:
         yield f"  {'  ' * min(depth, 20)}chain {first.chain}: {word} {numbers}{begins}{why}", ""
 
 
-def _step_lines(step: Step, row: Any, calls: list[Any], seen_results: set[str]) -> Iterator[Line]:
+def _step_lines(step: Step, row: Any, calls: list[Any], seen_results: set[str], logprobs: str) -> Iterator[Line]:
     yield "", ""
     yield (
         f"--- step {step.index}  policy v{row['policy_version']}, {cell(row['generate_seconds'])} s, {_token_text(step)}",
@@ -163,7 +171,7 @@ def _step_lines(step: Step, row: Any, calls: list[Any], seen_results: set[str]) 
         yield from _message_lines("assistant", step.message.content, STYLES["assistant"])
     for call in calls:
         yield from _call_lines(call)
-    yield f"  {_logprob_text(step)}", "dim"
+    yield f"  {logprobs}", "dim"
 
 
 def said_lines(annotations: Sequence[Annotation]) -> Iterator[Line]:
@@ -240,6 +248,10 @@ def _format_part(rows: list[Any]) -> str:
 def _token_text(step: Step) -> str:
     cut = ", cut at the limit" if step.finish_reason == "length" else ""
     return f"{len(step.prompt_ids)} new + {len(step.sampled_ids)} sampled tokens{cut}"
+
+
+def _mean_text(mean: float | None) -> str:
+    return "logprobs: none" if mean is None else f"logprobs: mean {mean:.3f}"
 
 
 def _logprob_text(step: Step) -> str:

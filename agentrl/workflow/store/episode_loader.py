@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, select
+from sqlalchemy import ColumnElement, Connection, null, select
 
 from agentrl.workflow.store.row_codecs import (
     MAX_ID,
@@ -19,6 +19,7 @@ from agentrl.workflow.store.row_codecs import (
     task_value,
     unpack,
 )
+from agentrl.workflow.store.stored_tokens import check_tokens
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import Episode, Step, Task
 
@@ -29,6 +30,8 @@ __all__ = [
 
 PART_SIZE = 500
 """The maximum number of values in one query. Databases have limits (SQLite: 32,766)."""
+
+_TOKEN_COLUMNS = [column for column in schema.step_tokens.c if column.name != "step_id"]
 
 T = TypeVar("T")
 
@@ -48,17 +51,24 @@ def episode_row(tx: Connection, episode: int, locked: bool = False) -> Mapping[A
     return row
 
 
-def load_episodes(tx: Connection, condition: Any, tasks: Mapping[int, Task]) -> tuple[Episode, ...]:
+def load_episodes(tx: Connection, condition: Any, tasks: Mapping[int, Task], with_tokens: bool = True) -> tuple[Episode, ...]:
     """Return the episodes that meet the condition, with the steps of their current attempt, ordered by group and sample number.
 
-    The first steps of a fork are read from its parent, which has the same task. `condition` is an SQL condition on `episodes`.
-    `tasks` are the tasks of these episodes, by id.
+    The first steps of a fork are read from its parent, which has the same task. Raise StateError if the tokens of one of these
+    episodes or parents were removed.
+
+    Args:
+        condition: an SQL condition on `episodes`.
+        tasks: the tasks of these episodes, by id.
+        with_tokens: False for a caller that reads only texts. All token ids and logprobs are then 0.
     """
+    if with_tokens:
+        check_tokens(tx, condition)
     order = (schema.episodes.c.group_id, schema.episodes.c.sample)
     rows = tx.execute(select(schema.episodes).where(condition).order_by(*order)).mappings().all()
-    inherited = _load_inherited_steps(tx, rows, tasks)
+    inherited = _load_inherited_steps(tx, rows, tasks, with_tokens)
     current = schema.episodes.c.attempt == schema.steps.c.attempt
-    steps = _load_steps(tx, condition, current, inherited) if any(row["steps"] for row in rows) else {}
+    steps = _load_steps(tx, condition, current, inherited, with_tokens) if any(row["steps"] for row in rows) else {}
     by_episode = {episode: own for (episode, _), own in steps.items()}
     return tuple(
         episode_value(row, tasks[row["task_id"]], by_episode.get(row["id"], inherited.get(row["id"], ()))) for row in rows
@@ -75,36 +85,33 @@ def load_earlier_attempts(tx: Connection, episode: Episode, first: int, last: in
 
 
 def _load_inherited_steps(
-    tx: Connection, rows: Sequence[Mapping[Any, Any]], tasks: Mapping[int, Task]
+    tx: Connection, rows: Sequence[Mapping[Any, Any]], tasks: Mapping[int, Task], with_tokens: bool
 ) -> dict[int, tuple[Step, ...]]:
-    ids = {row["parent_id"] for row in rows if row["parent_id"] is not None}
-    parents = {parent.id: parent for parent in load_episodes(tx, schema.episodes.c.id.in_(ids), tasks)} if ids else {}
-    return {
-        row["id"]: parents[row["parent_id"]].steps[: row["inherited_steps"]] for row in rows if row["parent_id"] is not None
-    }
+    forks = [row for row in rows if row["inherited_steps"]]
+    ids = {row["parent_id"] for row in forks}
+    loaded = load_episodes(tx, schema.episodes.c.id.in_(ids), tasks, with_tokens) if ids else ()
+    parents = {parent.id: parent for parent in loaded}
+    return {row["id"]: parents[row["parent_id"]].steps[: row["inherited_steps"]] for row in forks}
 
 
 def _load_steps(
-    tx: Connection, condition: Any, attempts: Any, inherited: Mapping[int, tuple[Step, ...]]
+    tx: Connection, condition: Any, attempts: Any, inherited: Mapping[int, tuple[Step, ...]], with_tokens: bool = True
 ) -> dict[tuple[int, int], list[Step]]:
     """Return the steps by (episode, attempt), each list with the inherited steps first, whose messages later ones may share.
 
     `condition` is an SQL condition on `episodes`, and `attempts` is one on the attempt of the steps.
     """
-    rows = tx.execute(
-        select(
-            schema.steps,
-            schema.step_tokens.c.prompt_ids,
-            schema.step_tokens.c.sampled_ids,
-            schema.step_tokens.c.behavior_logprobs,
-        )
-        .add_columns(schema.policies.c.version)
+    tokens = [column if with_tokens else null().label(column.name) for column in _TOKEN_COLUMNS]
+    query = (
+        select(schema.steps, schema.policies.c.version, *tokens)
         .join(schema.episodes, (schema.episodes.c.id == schema.steps.c.episode_id) & attempts)
-        .join(schema.step_tokens, schema.step_tokens.c.step_id == schema.steps.c.id)
         .join(schema.policies, schema.policies.c.id == schema.steps.c.policy_id)
         .where(condition)
         .order_by(schema.steps.c.episode_id, schema.steps.c.attempt, schema.steps.c.number)
-    ).mappings()
+    )
+    if with_tokens:
+        query = query.join(schema.step_tokens, schema.step_tokens.c.step_id == schema.steps.c.id)
+    rows = tx.execute(query).mappings()
     calls = _load_calls(tx, condition)
     steps: dict[tuple[int, int], list[Step]] = {}
     for row in rows:

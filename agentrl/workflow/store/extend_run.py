@@ -17,6 +17,7 @@ from agentrl.workflow.store.iterations import epoch_length, epochs_of, insert_it
 from agentrl.workflow.store.planning import RESUMABLE, log, newest_version, resume_row
 from agentrl.workflow.store.run_format import check_format
 from agentrl.workflow.store.run_names import find_run, require_weights
+from agentrl.workflow.store.stored_tokens import check_run_tokens
 from agentrl.workflow.tables import schema
 
 EXTENDABLE = (*RESUMABLE, "done")
@@ -69,6 +70,7 @@ def check_extendable(row: Mapping[str, Any], stored: bool) -> None:
     if row["kind"] != "train":
         raise StateError(f"{name!r} is of kind {row['kind']} and does not train.", "Use a training run: agentrl runs")
     check_format(row["name"], row["format"], "resume")
+    check_run_tokens(row["name"], row["tokens_removed_at"])
     if stored:
         raise StateError(
             f"{name!r} trains on stored episodes, each of them once, so it cannot be extended.",

@@ -22,6 +22,7 @@ from agentrl.workflow.store.forks import Fork, insert_fork
 from agentrl.workflow.store.iterations import epochs_of, insert_iteration, iterations_per_epoch, staleness_of
 from agentrl.workflow.store.run_format import RUN_FORMAT, check_format
 from agentrl.workflow.store.run_names import find_run
+from agentrl.workflow.store.stored_tokens import check_run_tokens, hold_tokens
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import now_ms
 from agentrl.workflow.trajectory import OPEN, PolicyRef, Task, storable
@@ -195,9 +196,12 @@ def _insert_submission(tx: Connection, submission: Submission, more: Mapping[str
             schema.reports.insert(),
             [{"run_id": run_id, "tracker": tracker, "samples": samples} for tracker in dict.fromkeys(trackers)],
         )
+    for some in split_in_parts(submission.groups):
+        hold_tokens(tx, schema.episodes.c.group_id.in_(some))
     if submission.groups:
         tx.execute(schema.run_groups.insert(), [{"run_id": run_id, "group_id": group} for group in submission.groups])
     if submission.fork:
+        hold_tokens(tx, schema.episodes.c.id == submission.fork.parent)
         insert_fork(tx, run_id, policy_id, submission.group_size, submission.fork)
     elif submission.kind in GROWING:
         tx.execute(schema.iterations.insert().values(run_id=run_id, number=0, epoch=0, policy_id=policy_id))
@@ -396,7 +400,10 @@ def _numbered_name(tx: Connection, stem: str) -> str:
 
 
 def check_resumable(row: Mapping[str, Any]) -> None:
-    """Raise StateError if the run cannot be resumed: it is done or cancelled, has another format, or is of the kind `serve`."""
+    """Raise StateError if the run cannot be resumed: it is done or cancelled, has another format, is of the kind `serve`, or
+    its tokens were removed.
+    """
+    check_run_tokens(row["name"], row["tokens_removed_at"])
     if row["kind"] == "serve":
         raise StateError(f"Run {row['name']!r} was served by a process, and only that process could continue it.", _SERVE_HINT)
     if row["status"] not in RESUMABLE:

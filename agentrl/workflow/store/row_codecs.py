@@ -136,7 +136,8 @@ def call_row(item: CallRecord, number: int, kind: str) -> dict[str, Any]:
 
 def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], before: Sequence[Step] = ()) -> Step:
     """Build a step from its row in `steps` with its tokens, the version that sampled it, and the rows of its calls. `before` is
-    the earlier steps of the same attempt, in order. The step's prompt may share their messages.
+    the earlier steps of the same attempt, in order. The step's prompt may share their messages. If the columns of the tokens
+    are NULL, the step has the right numbers of tokens, but each id and logprob is 0.
     """
     tool_calls = tuple(
         ToolCall(
@@ -145,13 +146,14 @@ def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], befor
         )
         for call in calls
     )
+    prompt_ids, sampled_ids, logprobs = _tokens(row)
     results = tuple(ToolResult(call["result"] or "", call["error_class"], call["seconds"]) for call in calls)
     return Step(
         index=row["number"],
         prompt=_prompt(row, before),
-        prompt_ids=tuple(unpack("i", row["prompt_ids"])),
-        sampled_ids=tuple(unpack("i", row["sampled_ids"])),
-        behavior_logprobs=tuple(unpack("f", row["behavior_logprobs"])),
+        prompt_ids=prompt_ids,
+        sampled_ids=sampled_ids,
+        behavior_logprobs=logprobs,
         finish_reason=row["finish_reason"],
         message=Message("assistant", row["content"], row["thought"], tool_calls),
         policy_version=version,
@@ -167,6 +169,14 @@ def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], befor
         guided=tuple((row["asked"] or {}).get(GRAMMAR, {}).get("guided", ())),
         draw=(row["asked"] or {}).get("draw"),
     )
+
+
+def _tokens(row: Mapping[Any, Any]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
+    """Return the new prompt ids, the sampled ids and their logprobs."""
+    if row["prompt_ids"] is None:
+        return (0,) * row["prompt_tokens"], (0,) * row["sampled_tokens"], (0.0,) * row["sampled_tokens"]
+    prompt_ids, sampled_ids = (tuple(unpack("i", row[name])) for name in ("prompt_ids", "sampled_ids"))
+    return prompt_ids, sampled_ids, tuple(unpack("f", row["behavior_logprobs"]))
 
 
 def _prompt(row: Mapping[Any, Any], before: Sequence[Step]) -> tuple[Message, ...]:

@@ -123,7 +123,8 @@ def _load_some(tx: Connection, run_id: int, after: int) -> list[Episode]:
     rows = tx.execute(mine.order_by(_EPISODES.id).limit(PROMPTS_AT_ONCE)).all()
     tasks = select(schema.tasks).where(schema.tasks.c.id.in_({row.task_id for row in rows}))
     by_id = {row["id"]: task_value(row) for row in tx.execute(tasks).mappings()}
-    episodes = load_episodes(tx, _EPISODES.id.in_([row.id for row in rows]), by_id) if rows else ()
+    some = _EPISODES.id.in_([row.id for row in rows])
+    episodes = load_episodes(tx, some, by_id, with_tokens=False) if rows else ()
     return sorted(episodes, key=lambda episode: episode.id)
 
 

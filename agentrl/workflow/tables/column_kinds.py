@@ -44,6 +44,7 @@ MOMENTS = frozenset(
         "rolled_out_at",
         "sampled_at",
         "started_at",
+        "tokens_removed_at",
     }
 )
 """Moments in UTC; SQLite returns ISO text without a zone."""

@@ -145,6 +145,7 @@ MEANINGS: Mapping[str, str] = {
     "thought": "the text inside <think>",
     "tokens": "tokens read and sampled",
     "tokens_per_second": "tokens per second sampled since the row before, all hosts",
+    "tokens_removed_at": "when the run's tokens were removed; NULL: they are stored",
     "tool": "the tool's name",
     "tool_calls": "number of tool calls",
     "tool_errors": "number of tool calls that failed",

@@ -91,6 +91,7 @@ runs = Table(
     created_column(),
     time_column("started_at"),
     time_column("finished_at"),
+    time_column("tokens_removed_at"),
     UniqueConstraint("measures_id", "measures_version"),
     check_one_of("status", RUN_STATUS),
     check_one_of("kind", RUN_KINDS),

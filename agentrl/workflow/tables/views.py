@@ -69,6 +69,7 @@ class RunRow(ViewRow, view="v_runs", source="runs r"):
     started_at: datetime | None = column("r.started_at")
     finished_at: datetime | None = column("r.finished_at")
     seconds: float | None = _seconds_between("r.started_at", "r.finished_at")
+    tokens_removed_at: datetime | None = column("r.tokens_removed_at")
 
 
 class EvalRow(

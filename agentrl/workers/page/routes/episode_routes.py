@@ -189,10 +189,13 @@ class Parent(BaseModel):
 
 
 class WholeEpisode(BaseModel):
-    """An episode. `next_turn` is the first turn that is not included, for the parameter `turn`; null if there is none."""
+    """An episode. `next_turn` is the first turn that is not included, for the parameter `turn`; null if there is none.
+    `tokens_removed` is a sentence about the removal of the episode's tokens; null if they are stored.
+    """
 
     episode: ShownRow
     run_kind: str
+    tokens_removed: str | None
     beside: Beside
     task: ShownTask
     agent: ShownRow | None
@@ -298,7 +301,9 @@ def read_text(
 def read_tokens(
     store: Store, episode: int, start: Start = 0, size: Annotated[int, Query(ge=1, le=MAX_TOKENS)] = 4096
 ) -> Response:
-    """Return tokens of the episode, in the order of its training rows: ids, texts, logprobs, and segments with their kinds."""
+    """Return tokens of the episode, in the order of its training rows: ids, texts, logprobs, and segments with their kinds. The
+    status is 409 if the tokens were removed.
+    """
 
     def read(tx: DriverTransaction) -> tuple[EpisodeTokens, dict[str, Any]]:
         reader = EpisodeTokens(tx, episode)

@@ -160,12 +160,15 @@ class Branch(BaseModel):
 
 
 class Parting(BaseModel):
-    """Where the episodes diverge, by exact token ids. `tree` is a prefix tree; each branch comes after its parent."""
+    """Where the episodes diverge, by exact token ids. `tree` is a prefix tree; each branch comes after its parent. If tokens of
+    the episodes were removed, `tokens_removed` is a sentence about it, and there is no branch.
+    """
 
     common_tokens: int
     common_text: str | None
     common_chars: int | None
     why_no_texts: str | None
+    tokens_removed: str | None
     at: list[PartingAt]
     tree: list[Branch]
 
@@ -190,7 +193,7 @@ def read_group(store: Store, group: int) -> Response:
     """Return a group: a summary of each episode, the explanations of the advantages, and where the episodes diverge."""
     group_answer = store.ask(lambda tx: load_group_answer(tx, group))
     texts = find_texts(store.settings, group_answer.base)
-    if not texts.sure and group_answer.shapes:
+    if not texts.sure and group_answer.lines:
         first = next(iter(group_answer.shapes.values()))
         texts = store.ask(lambda tx: check_namesake(tx, first, texts))
     return answer({**group_answer.document, "parting": describe_parting(group_answer, texts)})

@@ -44,7 +44,9 @@ class EpisodeTokens:
         return self._chains[-1].end if self._chains else 0
 
     def read(self, start: int, size: int) -> dict[str, Any]:
-        """Return at most `size` tokens, from position `start` on, without their texts."""
+        """Return at most `size` tokens, from position `start` on, without their texts. Raise StateError if the tokens were
+        removed.
+        """
         end = min(start + size, self.total)
         pieces = list_pieces(self.shape.value, self._chains, start, end) if start < end else []
         tokens_by_row = load_tokens(self._tx, self.shape.step_ids(sorted({piece.step for piece in pieces})))

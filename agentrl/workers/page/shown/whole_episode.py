@@ -31,6 +31,7 @@ from agentrl.workflow.store.reads.episode_shape import EpisodeShape, load_shape
 from agentrl.workflow.store.reads.turn_rows import (
     ANNOTATION_FIELDS,
     CALL_FIELDS,
+    find_removed_tokens,
     load_annotations,
     load_calls,
     load_grades,
@@ -64,10 +65,12 @@ def load_episode_answer(tx: Any, episode: int, start: int, size: int) -> dict[st
     forks, forks_left = load_forks(tx, episode)
     annotations, annotations_left = load_annotations(tx, episode, shape.attempt, (), MAX_ANNOTATIONS)
     fate = load_fate(tx, row)
+    removed = find_removed_tokens(tx, [step["id"] for step in shape.rows])
     end = start + size
     return {
         "episode": _shown_row(row, shape, texts),
         "run_kind": run["kind"],
+        "tokens_removed": removed.sentence if removed else None,
         "beside": load_beside(tx, episode, shape.group_id),
         "task": shown_task(load_task_of(tx, shape.task_id), texts),
         "agent": _shown_agent(load_agent(tx, shape), texts),
@@ -86,7 +89,7 @@ def load_episode_answer(tx: Any, episode: int, start: int, size: int) -> dict[st
         "annotations": [_shown_annotation(annotation, texts) for annotation in annotations],
         "annotations_left_out": annotations_left,
         "resources": load_resources_of(tx, shape.group_id),
-        "commands": list_commands(row, run, reader),
+        "commands": list_commands(row, run, reader, removed is None),
     }
 
 
@@ -181,14 +184,16 @@ def list_chains(shape: EpisodeShape) -> list[dict[str, Any]]:
     return chains
 
 
-def list_commands(row: EpisodeRow, run: Row, reader: CreditReader) -> dict[str, str | None]:
-    """Return the commands that a user can run on the episode, by kind. For an impossible command, the value is None."""
+def list_commands(row: EpisodeRow, run: Row, reader: CreditReader, has_tokens: bool) -> dict[str, str | None]:
+    """Return the commands that a user can run on the episode, by kind. For an impossible command, the value is None.
+    `has_tokens` is False if the tokens of the episode were removed.
+    """
     name, agent = typed_run(run["id"], row.run), bool(run["config"].get("agent"))
-    sampled_here = run["kind"] != "import"
+    sampled_here = run["kind"] != "import" and has_tokens
     last = max(row.steps - 1, 0)
     update = reader.update
     whatif = None
-    if update is not None and reader.run["kind"] == "train":
+    if update is not None and reader.run["kind"] == "train" and has_tokens:
         algorithm = "rloo" if (run["config"].get("algorithm") or {}).get("name") != "rloo" else "grpo"
         of = typed_run(reader.run["id"], reader.run["name"])
         whatif = f"agentrl whatif {of} --iteration {update['iteration']} --algorithm {algorithm}"
@@ -196,7 +201,7 @@ def list_commands(row: EpisodeRow, run: Row, reader: CreditReader) -> dict[str, 
         "replay": f"agentrl replay {row.id}",
         "verify": f"agentrl replay {row.id} --verify all" if sampled_here and row.steps else None,
         "fork": f"agentrl fork {row.id} --step {last}" if sampled_here and not agent and row.steps else None,
-        "rescore": f"agentrl rescore {name} --reward NAME" if row.status == "done" else None,
+        "rescore": f"agentrl rescore {name} --reward NAME" if row.status == "done" and has_tokens else None,
         "whatif": whatif,
         "why": f"agentrl why {row.id}",
         "export": f"agentrl ui --export {name} --episode {row.id} --out {name}.html",

@@ -23,7 +23,7 @@ from agentrl.workflow.store.reads.group_rows import (
     load_sibling_shapes,
 )
 from agentrl.workflow.store.reads.solved_rule import is_solved
-from agentrl.workflow.store.reads.turn_rows import TOKEN_BYTES, unpack_ids
+from agentrl.workflow.store.reads.turn_rows import TOKEN_BYTES, find_removed_tokens, unpack_ids
 
 Row = Mapping[str, Any]
 TEXT_CHARS = 4000
@@ -41,7 +41,7 @@ diverges.
 @dataclass(frozen=True, slots=True)
 class GroupAnswer:
     """The response about a group, still without the texts of its tokens, and the data from which `describe_parting` makes these
-    texts.
+    texts. If the tokens of an episode were removed, `tokens_removed` is a sentence about it, and `lines` is empty.
     """
 
     document: dict[str, Any]
@@ -49,6 +49,7 @@ class GroupAnswer:
     shapes: Mapping[int, EpisodeShape]
     lines: Mapping[int, bytes]
     alignment: Alignment
+    tokens_removed: str | None
 
 
 def load_group_answer(tx: Any, group: int) -> GroupAnswer:
@@ -56,7 +57,8 @@ def load_group_answer(tx: Any, group: int) -> GroupAnswer:
     loaded = load_group(tx, group)
     run = load_run_of(tx, loaded.run_id)
     shapes = load_sibling_shapes(tx, loaded)
-    lines = {id: packed_line(tx, shape, ALIGNED_TOKENS) for id, shape in shapes.items()}
+    removed = find_removed_tokens(tx, [row["id"] for shape in shapes.values() for row in shape.rows])
+    lines = {} if removed else {id: packed_line(tx, shape, ALIGNED_TOKENS) for id, shape in shapes.items()}
     texts = ShownTexts(TEXT_CHARS)
     task = load_task_of(tx, loaded.task_id)
     credit, advantages = _explain(tx, loaded, run)
@@ -69,7 +71,7 @@ def load_group_answer(tx: Any, group: int) -> GroupAnswer:
         "credit": credit,
         "aligned_tokens": ALIGNED_TOKENS,
     }
-    return GroupAnswer(document, run["base"], shapes, lines, align(lines))
+    return GroupAnswer(document, run["base"], shapes, lines, align(lines), removed.sentence if removed else None)
 
 
 def _explain(tx: Any, group: GroupOf, run: Row) -> tuple[dict[str, Any], dict[int, Any]]:
@@ -152,6 +154,7 @@ def describe_parting(answer: GroupAnswer, token_texts: FoundTexts) -> dict[str, 
         "common_text": None if text is None else text[:COMMON_CHARS],
         "common_chars": None if text is None else len(text),
         "why_no_texts": token_texts.why_none or None,
+        "tokens_removed": answer.tokens_removed,
         "at": [_part_of(answer, episode, texts) for episode in answer.lines],
         "tree": [_branch(answer, branch, texts) for branch in alignment.branches],
     }

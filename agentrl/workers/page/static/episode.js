@@ -53,7 +53,7 @@ function EpisodeView({ data }) {
 /** The tabs of an episode, in their order. */
 export const EPISODE_TABS = {
   transcript: { label: "transcript", view: (data, row) => html`<${Transcript} data=${data} row=${row} />` },
-  tokens: { label: "tokens", view: (data, row) => html`<${TokensView} episode=${row.id} row=${row} />` },
+  tokens: { label: "tokens", view: (data, row) => data.tokens_removed ? html`<p class="quiet">${visible(data.tokens_removed)}</p>` : html`<${TokensView} episode=${row.id} row=${row} />` },
   why: { label: "why this reward", view: (data, row) => html`<${WhyView} data=${data} row=${row} />` },
   said: { label: "annotations", view: (data) => html`<${Said} rows=${data.annotations || []} />` },
 };
@@ -153,8 +153,8 @@ function Transcript({ data, row }) {
   const [later, setLater] = useState({ turns: [], next: data.next_turn, error: null });
   const turns = [...data.turns, ...later.turns];
   const branches = data.chains?.length > 1;
-  const [switcher, tokensOf] = useTurnTokens(row.id);
-  const hasTokens = isThere(path(`episodes/${row.id}/tokens`, { start: 0, size: FIRST_TOKENS }));
+  const hasTokens = !data.tokens_removed && isThere(path(`episodes/${row.id}/tokens`, { start: 0, size: FIRST_TOKENS }));
+  const [switcher, tokensOf] = useTurnTokens(hasTokens ? row.id : null);
   const fetchLater = () =>
     ask(path(`episodes/${row.id}`, { turn: later.next })).then(
       (page) => setLater((now) => ({ turns: [...now.turns, ...page.turns], next: page.next_turn, error: null })),
@@ -163,7 +163,7 @@ function Transcript({ data, row }) {
   return html`${turns.length > 0 && hasTokens && switcher}
     ${branches && html`<${ChainTree} chains=${data.chains} turns=${turns} episode=${row.id} />`}
     <ol class="transcript">
-      ${turns.length > 0 && html`<${Opening} messages=${missingSystem(data)} episode=${row.id} />`}
+      ${turns.length > 0 && html`<${Opening} messages=${missingSystem(data)} episode=${row.id} hasTokens=${hasTokens} />`}
       ${!turns.length && (data.task.messages || []).map((message, index) => html`<li key=${`task${index}`}><${Message} message=${message} episode=${row.id} /></li>`)}
       ${turns.map((turn) => html`<${Turn} key=${turn.step} turn=${turn} branches=${branches} row=${row} tokens=${tokensOf(turn)} />`)}
     </ol>
@@ -181,10 +181,10 @@ function missingSystem({ task, turns }) {
 }
 
 /** What stands before the first message: a chat template may add a system text and the tools, which only the tokens have. */
-function Opening({ messages, episode }) {
+function Opening({ messages, episode, hasTokens }) {
   const asked = path(`episodes/${episode}/tokens`, { start: 0, size: FIRST_TOKENS });
   return html`${messages.map((message, index) => html`<li key=${index}><${Message} message=${message} episode=${episode} /></li>`)}
-    ${isThere(asked) && html`<li><${Fold} summary="the first prompt as the model read it, with what the chat template added (system text, tools)"><${FirstPrompt} asked=${asked} /><//></li>`}`;
+    ${hasTokens && html`<li><${Fold} summary="the first prompt as the model read it, with what the chat template added (system text, tools)"><${FirstPrompt} asked=${asked} /><//></li>`}`;
 }
 
 function FirstPrompt({ asked }) {

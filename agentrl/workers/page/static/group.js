@@ -74,11 +74,11 @@ function sumOf(parts, name) {
 
 /** A tree of what they share: each row a sibling, each box a stretch of tokens, as wide as it is long. */
 function Parting({ data, sorted }) {
-  const { tree, common_tokens: common, common_text: text } = data.parting;
+  const { tree, common_tokens: common, common_text: text, tokens_removed: removed } = data.parting;
   const end = tree.reduce((most, piece) => Math.max(most, piece.to_token), 0);
   const isSame = tree.length === 1 && tree[0].episodes.length === sorted.length;
   const tail = text ? visible(text).slice(-160) : "";
-  if (!end) return html`<p class="quiet">They have no tokens yet.</p>`;
+  if (!end) return html`<p class="quiet">${removed ? visible(removed) : "They have no tokens yet."}</p>`;
   return html`<p>${isSame ? `They do not differ: all have the same ${plural(common, "token")}.` : common ? html`They share the first ${plural(common, "token")}${tail ? html`, which end with <code>${tail.length < visible(text).length ? "…" : ""}${tail}</code>` : "."}` : "They share no token."}</p>
     <div class="tree">${sorted.map(({ episode }) => html`<div key=${episode.id} class="tree-row"><${Link} to=${["episode", episode.id]}>${episode.id}<//><div class="tree-line">
       ${tree.filter((piece) => piece.episodes.includes(episode.id)).map((piece) => html`<span key=${piece.from_token} class=${`shared-${Math.min(8, piece.episodes.length)}`} style=${{ left: `${(100 * piece.from_token) / end}%`, width: `${(100 * (piece.to_token - piece.from_token)) / end}%` }} title=${`${piece.episodes.length > 1 ? `shared by ${piece.episodes.length}` : "its own"}, tokens ${piece.from_token} to ${piece.to_token}: ${visible(piece.text || "").slice(0, 300)}`}></span>`)}

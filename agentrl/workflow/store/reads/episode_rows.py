@@ -22,7 +22,9 @@ from agentrl.workflow.store.reads.paging import (
 )
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.reads.solved_rule import load_rule
+from agentrl.workflow.store.reads.turn_rows import find_removed_tokens
 from agentrl.workflow.store.row_codecs import MAX_ID, annotation_value, episode_value, no_episode_error, step_value, task_value
+from agentrl.workflow.store.stored_tokens import RemovedTokens
 from agentrl.workflow.tables.views import FATES, CallRow, EpisodeRow, RewardRow, StepRow
 from agentrl.workflow.trajectory import TRUNCATED, Episode, Step, storable
 
@@ -248,7 +250,8 @@ class EpisodeRecord:
 
     `grades` are the calls that judged the episode. The env made them after the end of the episode, and the model did not see
     them. `agent_error` is the error of the external agent, and `agent_output` is the end of its output. Both are empty if no
-    external agent ran the episode.
+    external agent ran the episode. If `removed` is not None, the tokens of a step were removed, and all token ids and logprobs
+    of `episode` are 0.
     """
 
     row: EpisodeRow
@@ -259,6 +262,7 @@ class EpisodeRecord:
     rewards: Sequence[RewardRow]
     agent_error: str = ""
     agent_output: str = ""
+    removed: RemovedTokens | None = None
 
 
 @sql_read_transaction
@@ -268,15 +272,18 @@ def find_episode(tx: Any, episode: int) -> EpisodeRecord:
     if row is None:
         raise no_episode_error(episode)
     agent = _find_agent_words(tx, row)
+    steps = _select_with_inherited(tx, StepRow, "WHERE episode_id = :id ORDER BY step", row)
+    removed = find_removed_tokens(tx, [step.id for step in steps])
     return EpisodeRecord(
         row=row,
-        episode=load_episode(tx, episode),
-        steps=_select_with_inherited(tx, StepRow, "WHERE episode_id = :id ORDER BY step", row),
+        episode=load_episode(tx, episode, with_tokens=removed is None),
+        steps=steps,
         calls=_select_with_inherited(tx, CallRow, _CALLS_OF.format(kind="<>"), row),
         grades=_select_with_inherited(tx, CallRow, _CALLS_OF.format(kind="="), row),
         rewards=select_values(tx, RewardRow, "WHERE episode_id = :id ORDER BY id", id=episode),
         agent_error=agent["error"],
         agent_output=agent["output"],
+        removed=removed,
     )
 
 
@@ -291,14 +298,14 @@ def _find_row(tx: Any, episode: int) -> EpisodeRow | None:
     return rows[0] if rows else None
 
 
-def load_episode(tx: Any, episode: int) -> Episode:
+def load_episode(tx: Any, episode: int, with_tokens: bool = True) -> Episode:
     """Return the episode with the steps and annotations of its current attempt. The steps of a fork begin with those that it
-    inherited from its parent.
+    inherited from its parent. If `with_tokens` is False, all token ids and logprobs are 0.
     """
     (row,) = select_rows(tx, "SELECT * FROM episodes WHERE id = :id", id=episode)
     (task,) = select_rows(tx, "SELECT * FROM tasks WHERE id = :id", id=row["task_id"])
-    before = () if row["parent_id"] is None else load_episode(tx, row["parent_id"]).steps[: row["inherited_steps"]]
-    loaded = episode_value(row, task_value(task), _load_steps(tx, row, before))
+    before = () if row["parent_id"] is None else load_episode(tx, row["parent_id"], with_tokens).steps[: row["inherited_steps"]]
+    loaded = episode_value(row, task_value(task), _load_steps(tx, row, before, with_tokens))
     annotations = select_rows(tx, _ANNOTATIONS, id=episode, attempt=row["attempt"])
     return replace(loaded, annotations=tuple(annotation_value(one) for one in annotations))
 
@@ -306,20 +313,22 @@ def load_episode(tx: Any, episode: int) -> Episode:
 _ANNOTATIONS = "SELECT * FROM annotations WHERE episode_id = :id AND attempt = :attempt ORDER BY id"
 
 
-_STEPS = """
+_OF_ATTEMPT = "JOIN policies p ON p.id = s.policy_id WHERE s.episode_id = :id AND s.attempt = :attempt ORDER BY s.number"
+_STEPS = f"""
     SELECT s.*, t.prompt_ids, t.sampled_ids, t.behavior_logprobs, p.version FROM steps s
-    JOIN step_tokens t ON t.step_id = s.id JOIN policies p ON p.id = s.policy_id
-    WHERE s.episode_id = :id AND s.attempt = :attempt ORDER BY s.number"""
+    JOIN step_tokens t ON t.step_id = s.id {_OF_ATTEMPT}"""
+_STEPS_WITHOUT_TOKENS = f"""
+    SELECT s.*, NULL AS prompt_ids, NULL AS sampled_ids, NULL AS behavior_logprobs, p.version FROM steps s {_OF_ATTEMPT}"""
 
 
-def _load_steps(tx: Any, episode: Row, inherited: Sequence[Step]) -> list[Step]:
+def _load_steps(tx: Any, episode: Row, inherited: Sequence[Step], with_tokens: bool) -> list[Step]:
     """Return the inherited steps and those of the episode's current attempt, whose messages may be those of inherited ones."""
     steps = list(inherited)
     calls: dict[int, list[Row]] = {}
     query = "SELECT * FROM tool_calls WHERE episode_id = :id AND kind <> 'grade' ORDER BY step_id, call"
     for call in select_rows(tx, query, id=episode["id"]):
         calls.setdefault(call["step_id"], []).append(call)
-    for row in select_rows(tx, _STEPS, id=episode["id"], attempt=episode["attempt"]):
+    for row in select_rows(tx, _STEPS if with_tokens else _STEPS_WITHOUT_TOKENS, id=episode["id"], attempt=episode["attempt"]):
         steps.append(step_value(row, row["version"], calls.get(row["id"], ()), steps))
     return steps
 

@@ -83,7 +83,7 @@ def _untrained_steps(tx: Any, episode: Any) -> list[dict[str, Any]]:
     unread = "SELECT count(*) AS n FROM steps WHERE episode_id = :id AND attempt = :attempt AND (NOT delivered OR side_call)"
     if not select_rows(tx, unread, id=episode["id"], attempt=episode["attempt"])[0]["n"]:
         return []
-    reasons = reasons_not_to_train(load_episode(tx, episode["id"]))
+    reasons = reasons_not_to_train(load_episode(tx, episode["id"], with_tokens=False))
     return [{"step": step, "reason": reason} for step, reason in sorted(reasons.items())]
 
 

@@ -67,8 +67,12 @@ class Origin:
 
 @read_transaction
 def find_origin(tx: Connection, episode: int) -> Origin:
-    """Return the episode with the inputs that are needed to repeat it. Raise NotFoundError if there is no such episode."""
+    """Return the episode with the inputs that are needed to repeat it. Raise NotFoundError if there is no such episode. Raise
+    StateError if its tokens were removed.
+    """
     record = find_episode(tx, episode)
+    if record.removed:
+        raise record.removed.error()
     query = (
         select(schema.runs, schema.groups.c.kind.label("purpose"), schema.groups.c.opening, schema.iterations.c.number)
         .add_columns(schema.episodes.c.group_id, CLOCK)

@@ -13,6 +13,7 @@ from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.store.driver_reader import Row, among, select_rows
 from agentrl.workflow.store.reads.episode_shape import EpisodeShape, in_parts, load_shape
 from agentrl.workflow.store.row_codecs import unpack
+from agentrl.workflow.store.stored_tokens import RemovedTokens
 from agentrl.workflow.tables.views import AnnotationRow, CallRow
 from agentrl.workflow.token_chains import EQUAL
 
@@ -135,8 +136,21 @@ class StepTokens:
     logprobs: bytes
 
 
+def find_removed_tokens(tx: Any, steps: Sequence[int]) -> RemovedTokens | None:
+    """Return the first run, of the steps with these row ids, whose tokens were removed; None if there is none."""
+    for some in in_parts(steps):
+        query = f"""
+            SELECT r.name, r.tokens_removed_at FROM runs r WHERE r.tokens_removed_at IS NOT NULL
+            AND r.name IN (SELECT s.run FROM steps s WHERE s.id IN ({among(some)})) ORDER BY r.id LIMIT 1"""
+        for row in select_rows(tx, query):
+            return RemovedTokens(row["name"], row["tokens_removed_at"])
+    return None
+
+
 def load_tokens(tx: Any, steps: Sequence[int]) -> dict[int, StepTokens]:
-    """Return the tokens of each step, by the id of the step's row."""
+    """Return the tokens of each step, by the id of the step's row. Raise StateError if the tokens of one were removed."""
+    if removed := find_removed_tokens(tx, steps):
+        raise removed.error()
     tokens: dict[int, StepTokens] = {}
     for some in in_parts(steps):
         query = f"""
