@@ -111,8 +111,7 @@ class Run:
 
         Pass them to another run as `resources`.
         """
-        best = {row.name: row.text for row in self.prompts(chosen=True)}
-        return {**self.config.get("resources", {}), **best}
+        return resource_rows.load_current_texts(self._db, self.name, self.config)
 
     def evals(self) -> Rows[EvalRow, EvalRow]:
         """Return the evaluations of the policies of this run."""

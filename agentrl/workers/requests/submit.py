@@ -169,8 +169,10 @@ def _resolve_experiment(config: RunConfig, kind: str, loaded: LoadedTasks) -> Ex
     check_resources(experiment)
     experiment = replace(experiment, config=resolve_agent(experiment, loaded.tasks))
     if kind == "search":
-        return replace(experiment, config=resolve_texts(experiment))
-    return replace(experiment, config=resolve_run(experiment.config)) if kind == "train" else experiment
+        experiment = replace(experiment, config=resolve_texts(experiment))
+    elif kind == "train":
+        experiment = replace(experiment, config=resolve_run(experiment.config))
+    return experiment.reading(experiment.config.resources)
 
 
 def _check_parts(
