@@ -59,8 +59,8 @@ class Run:
         return config
 
     def curve(self) -> Curve:
-        """Return the mean rewards of the finished iterations."""
-        return Curve.of(self.name, list(self.iterations().rows()))
+        """Return the mean rewards of the finished iterations, and the held-out rewards of the run's policies."""
+        return Curve.of(self.name, list(self.iterations().rows()), list(self.evals().rows()))
 
     def episodes(self, **chosen: Any) -> Episodes:
         """Return the run's episodes that match the filter.
