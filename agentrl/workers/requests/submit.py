@@ -351,16 +351,31 @@ def list_remarks(submission: Submission) -> tuple[str, ...]:
 
 
 def _remark_on_tiny(experiment: Experiment, folder: Path | None) -> Iterator[str]:
-    """Yield a remark if the model was made from `tiny` by demonstrations of one env, and the run uses another env."""
+    """Yield a remark if the model was made from `tiny` by demonstrations of one env, and the run's env has other prompts."""
     if folder is None:
         return
     record = read_object(folder / RECORD)
-    if record.get("base") == TINY and isinstance(env := record.get("env"), str) and env != experiment.config.env:
+    if record.get("base") == TINY and isinstance(env := record.get("env"), str) and not _has_prompts_of(env, experiment):
         yield (
             f"The model {folder.name!r} was trained only for the env {env!r}: in {experiment.config.env!r} it writes noise. "
             "Make one that imitates this dataset, if it has demonstrations (agentrl sft "
             f"--dataset {experiment.config.dataset.name} --model tiny), or use a pretrained model."
         )
+
+
+def _has_prompts_of(env: str, experiment: Experiment) -> bool:
+    """Return True if the run's env has the system prompt and the tools of the env with this name."""
+    if env == experiment.config.env:
+        return True
+    try:
+        learned = Experiment(RunConfig(env=env))
+        return _prompt_parts(learned) == _prompt_parts(experiment)
+    except ConfigError:  # it is not on this machine
+        return False
+
+
+def _prompt_parts(experiment: Experiment) -> tuple[str, Sequence[Any]]:
+    return experiment.env.system_prompt, [tool.schema for tool in experiment.tools.values()]
 
 
 def remark_on_trackers(config: RunConfig) -> Iterator[str]:
