@@ -19,7 +19,7 @@ from tests.support.played_runs import claim, claim_training, submission, update_
 PROGRAM = "def area(r): return 3.14 * r ** 2"
 WRONG = "def area(r) return 3.14 * r"
 ERROR = "SyntaxError: expected ':'"
-REASON = "only 0 of 4 episodes can train"
+REASON = "none of the 4 episodes can train: 4 failed"
 WHY_FAILED = "reward 'my_rewards:broken' raised ValueError: no such key"
 
 
