@@ -135,6 +135,15 @@ def test_iteration_route_counts_groups_in_words(sqlite: Database) -> None:
     assert many == "8, 3 solved with equal rewards, 1 with equal rewards, 2 dropped, 1 additional"
 
 
+def test_question_store_has_advantages_of_its_rewards(sqlite: Database) -> None:
+    add_runs(sqlite)
+    flat = "SELECT e.id FROM episodes e JOIN groups g ON g.id = e.group_id WHERE g.std_reward = 0"
+    consumed = "SELECT count(*) FROM consumptions WHERE advantage {} 0 AND episode_id {} IN ({})"
+    assert values(sqlite, consumed.format("=", "", flat)) == [6]
+    assert values(sqlite, consumed.format("<>", "", flat)) == [0]
+    assert values(sqlite, consumed.format("=", "NOT", flat)) == [0]
+
+
 def test_run_route_tells_health_of_newest_iteration(sqlite: Database) -> None:
     add_runs(sqlite)
     page = PageOver(sqlite)
