@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agentrl.api import html
-from agentrl.workflow.tables.views import IterationRow
+from agentrl.workflow.tables.views import EvalRow, IterationRow
 
 if TYPE_CHECKING:
     import pandas
@@ -17,41 +17,42 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Curve:
-    """The finished iterations of a run: the mean reward of each, and its held-out reward if one was measured.
+    """The mean rewards of a run's finished iterations, and the held-out rewards of its policies.
 
     Args:
         run: the run's name.
         iterations: the numbers of the iterations, counted from 1.
         rewards: the mean reward of each iteration; None if no episode of the iteration was scored.
-        evals: for each iteration, the held-out reward of the policy with which the iteration began; None if that policy was not
-            evaluated.
+        evals: the version and the held-out reward of each policy that was evaluated, by version. Iteration k makes version k;
+            version 0 is the policy at the start.
     """
 
     run: str
     iterations: tuple[int, ...]
     rewards: tuple[float | None, ...]
-    evals: tuple[float | None, ...]
+    evals: tuple[tuple[int, float], ...]
 
     @classmethod
-    def of(cls, run: str, rows: Sequence[IterationRow]) -> "Curve":
-        """Make the curve of a run from its iteration rows."""
+    def of(cls, run: str, rows: Sequence[IterationRow], evals: Sequence[EvalRow]) -> "Curve":
+        """Make the curve of a run from its iterations and the evaluations of its policies."""
         done = [row for row in rows if row.status == "done"]
-        return cls(
-            run,
-            tuple(row.iteration for row in done),
-            tuple(row.mean_reward for row in done),
-            tuple(row.eval_reward for row in done),
-        )
+        measured = {row.policy_version: row.mean_reward for row in evals if row.mean_reward is not None}
+        iterations, rewards = tuple(row.iteration for row in done), tuple(row.mean_reward for row in done)
+        return cls(run, iterations, rewards, tuple(sorted(measured.items())))
 
     def __len__(self) -> int:
         return len(self.iterations)
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """Return a DataFrame with the columns `reward` and `eval`, indexed by iteration."""
+        """Return a DataFrame with the columns `reward` and `eval`, indexed by iteration. `eval` is the held-out reward of the
+        policy that the iteration made; the row 0 has that of the policy at the start.
+        """
         import pandas
 
-        values = {"reward": self.rewards, "eval": self.evals}
-        return pandas.DataFrame(values, index=pandas.Index(self.iterations, name="iteration"), dtype="float64")
+        rewards, evals = dict(zip(self.iterations, self.rewards, strict=True)), dict(self.evals)
+        index = sorted({*rewards, *evals})
+        values = {"reward": [rewards.get(at) for at in index], "eval": [evals.get(at) for at in index]}
+        return pandas.DataFrame(values, index=pandas.Index(index, name="iteration"), dtype="float64")
 
     def __repr__(self) -> str:
         rewards = [reward for reward in self.rewards if reward is not None]
@@ -64,33 +65,27 @@ class Curve:
         return f"<curve of {self.run}: {rewards[0]:.3f} {line} {rewards[-1]:.3f}, {len(self)} iterations>"
 
     def _repr_html_(self) -> str:
-        columns = (("reward", self.rewards, "#1f77b4"), ("held out", self.evals, "#d62728"))
-        values = [value for _, column, _ in columns for value in column if value is not None]
-        if not values:
+        rewards = [(at, reward) for at, reward in zip(self.iterations, self.rewards, strict=True) if reward is not None]
+        series = [line for line in (("reward", rewards, "#1f77b4"), ("held out", self.evals, "#d62728")) if line[1]]
+        if not series:
             return f"<p>{html.text(repr(self))}</p>"
-        low, high = min(values), max(values)
-        lines = "".join(_line(self.iterations, column, low, high, color) for _, column, color in columns)
-        legend = "".join(
-            f"<tspan fill='{color}' dx='12'>{name}</tspan>"
-            for name, column, color in columns
-            if any(value is not None for value in column)
-        )
+        places, values = zip(*(point for _, points, _ in series for point in points), strict=True)
+        low, high, ends = min(values), max(values), (min(places), max(places))
+        lines = "".join(_line(points, ends, low, high, color) for _, points, color in series)
+        legend = "".join(f"<tspan fill='{color}' dx='12'>{name}</tspan>" for name, _, color in series)
         return (
             f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{HEIGHT}' role='img' "
             f"font-family='sans-serif' font-size='11'><title>{html.text(self.run, 80)}</title>"
             f"<text x='{MARGIN}' y='12' fill='currentColor'>{html.text(self.run, 80)}{legend}</text>"
             f"<text x='0' y='{MARGIN // 2 + 8}' fill='currentColor'>{high:.3g}</text>"
             f"<text x='0' y='{HEIGHT - 16}' fill='currentColor'>{low:.3g}</text>"
-            f"<text x='{WIDTH - MARGIN}' y='{HEIGHT - 2}' fill='currentColor'>{self.iterations[-1]}</text>{lines}</svg>"
+            f"<text x='{WIDTH - MARGIN}' y='{HEIGHT - 2}' fill='currentColor'>{ends[1]}</text>{lines}</svg>"
         )
 
 
-def _line(iterations: Sequence[int], values: Sequence[float | None], low: float, high: float, color: str) -> str:
-    points = [(at, value) for at, value in zip(iterations, values, strict=True) if value is not None]
-    if not points:
-        return ""
+def _line(points: Sequence[tuple[int, float]], ends: tuple[int, int], low: float, high: float, color: str) -> str:
     step = max(1, len(points) // MAX_POINTS)
-    first, last = iterations[0], iterations[-1]
+    first, last = ends
     placed = " ".join(
         f"{MARGIN + (WIDTH - 2 * MARGIN) * (at - first) / max(1, last - first):.1f},"
         f"{HEIGHT - 20 - (HEIGHT - 50) * (value - low) / ((high - low) or 1.0):.1f}"

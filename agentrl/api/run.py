@@ -59,8 +59,8 @@ class Run:
         return config
 
     def curve(self) -> Curve:
-        """Return the mean rewards of the finished iterations."""
-        return Curve.of(self.name, list(self.iterations().rows()))
+        """Return the mean rewards of the finished iterations, and the held-out rewards of the run's policies."""
+        return Curve.of(self.name, list(self.iterations().rows()), list(self.evals().rows()))
 
     def episodes(self, **chosen: Any) -> Episodes:
         """Return the run's episodes that match the filter.
@@ -111,8 +111,7 @@ class Run:
 
         Pass them to another run as `resources`.
         """
-        best = {row.name: row.text for row in self.prompts(chosen=True)}
-        return {**self.config.get("resources", {}), **best}
+        return resource_rows.load_current_texts(self._db, self.name, self.config)
 
     def evals(self) -> Rows[EvalRow, EvalRow]:
         """Return the evaluations of the policies of this run."""

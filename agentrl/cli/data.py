@@ -181,7 +181,7 @@ def _prompt_reader(config: "RunConfig", loaded: "LoadedTasks", ref: "PolicyRef |
     path = ref.base if ref is not None else existing_model(config.model.path, config.dataset.name)
     folder = model_folder(path, config.model.trust_remote_code)
     run_config = config.model_copy(update={"env": config.env or loaded.env, "model": resolve_chat(config.model, folder)})
-    return PromptReader(Experiment(run_config), folder)
+    return PromptReader(Experiment(run_config).reading(run_config.resources), folder)
 
 
 def _describe_task(task: "Task", reader: "PromptReader | None") -> dict[str, Any]:

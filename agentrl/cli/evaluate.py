@@ -235,25 +235,28 @@ def _greeting(policy: str, tools: Mapping[str, Any]) -> str:
 
 
 def _env_at_hand(config: RunConfig, env_name: str | None) -> tuple[Any, Mapping[str, Any]]:
-    """Return the env of the chat and its tools: the env that the user named, or else the run's env."""
-    from agentrl.workflow.envs import Env, offered_tools
+    """Return the env of the chat and its tools: the env that the user named, or else the run's env with the run's texts."""
+    from agentrl.workflow.envs import Env
+    from agentrl.workflow.experiment import Experiment
     from agentrl.workflow.plugins import find
 
     if env_name:
         env: Env = find("envs", env_name)
         return env, env.toolset()
-    default = "arithmetic" if config.model.path.startswith("tiny") else "math"
+    name: str | None = config.env or ("arithmetic" if config.model.path.startswith("tiny") else "math")
     try:
-        env = find("envs", config.env or default)
+        find("envs", str(name))
     except ConfigError as error:
         say(f"The chat continues without the run's env: {error}")
-        env = Env()
-    own = config.model_copy(update={"tools": tuple(name for name in config.tools if _is_here(name))})
+        name = None
+    tools = tuple(tool for tool in config.tools if _is_here(tool))
+    texts = {} if config.agent is not None else config.resources  # an agent's texts are for its own code
+    chat = Experiment(config.model_copy(update={"env": name, "tools": tools, "agent": None})).reading(texts)
     try:
-        return env, offered_tools(env, own)
+        return chat.env, chat.tools
     except ConfigError as error:
         say(f"The chat continues without tools: {error}")
-        return env, {}
+        return chat.env, {}
 
 
 def _is_here(tool: str) -> bool:

@@ -134,7 +134,8 @@ def first_run_hint() -> str:
 
 
 def find_policy(policy: str) -> "tuple[RunConfig, Any]":
-    """Return the run's config and the policy for `RUN[@VERSION|@best|@epochN]` or for a run's checkpoint folder.
+    """Return the run's config and the policy for `RUN[@VERSION|@best|@epochN]` or for a run's checkpoint folder. The texts in
+    the config are those that the run's search chose.
 
     For a model, return the default config with this model, and None. Raise NotFoundError if the run or the version does not
     exist, and the text cannot be the name of a model.
@@ -144,6 +145,7 @@ def find_policy(policy: str) -> "tuple[RunConfig, Any]":
     from agentrl.workflow.experiment import Experiment
     from agentrl.workflow.store import run_names
     from agentrl.workflow.store.epoch_ends import Epoch
+    from agentrl.workflow.store.reads.resource_rows import load_current_texts
 
     db = existing_reader()
     at = _policy_of_checkpoint(db, policy)
@@ -159,7 +161,8 @@ def find_policy(policy: str) -> "tuple[RunConfig, Any]":
             ref = run_names.find_stored_policy(db, name, version)
             if isinstance(version, Epoch):
                 _link_again(db, run["id"])
-            return Experiment.load(run["config"]).config, ref
+            config = Experiment.load(run["config"]).config
+            return config.model_copy(update={"resources": load_current_texts(db, run["name"], run["config"])}), ref
     if version is not None:
         raise NotFoundError(f"There is no run {name!r}.", "List them with `agentrl runs`.")
     if not _may_be_a_model(policy):

@@ -107,6 +107,7 @@ def whole_database() -> dict[str, Read]:
     """Name -> what is read of all runs, or of none."""
     found: dict[str, Read] = {
         "list_runs": run_rows.list_runs,
+        "last episode": episode_rows.find_last_episode,
         "list_open_work": open_work.list_open_work,
         "run names": lambda database: run_rows.list_run_names(database, "l", 100),
         "snapshot": lambda database: control_reads.snapshot(database, LEASE),

@@ -340,6 +340,10 @@ def test_submit_refuses_template_that_would_spoil_run(tmp_path: Path, home: Path
     assert prepare(None, build(asked)).config.model.chat_template == TROUBLES["system"][0]
     with pytest.raises(ModelError, match="drops the system message"):
         prepare(None, build(asked | {"env": "math"}))
+    with pytest.raises(ModelError, match="drops the system message"):
+        prepare(
+            None, build(asked | {"env": "plain", "rewards": {"numeric_answer": 1}, "resources": {"system_prompt": "Be brief."}})
+        )
 
 
 def test_run_stores_format_and_template_text(tmp_path: Path, home: Path) -> None:

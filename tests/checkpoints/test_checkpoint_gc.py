@@ -32,7 +32,7 @@ from tests.support.forked_stack import ForkedStack
 from tests.support.forked_stack import stack as stack
 from tests.support.gate import at_gate, open_gate
 from tests.support.played_runs import claim_training, play, start, submission, update_of, value, values
-from tests.support.real_stack import SMALL
+from tests.support.real_stack import SIZES, TURNS
 from tests.support.small_models import tiny_random
 
 WEIGHTS, OPTIMIZER = 1000, 3000
@@ -252,9 +252,9 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_gc_and_vacuum_leave_what_running_run_needs(stack: ForkedStack, model: Path) -> None:
-    asked = ("--dataset", "arithmetic", "--model", str(model), "--max-tasks", "12", *SMALL[:-1])
+    asked = ("--dataset", "arithmetic", "--model", str(model), "--max-tasks", "12", *SIZES, *TURNS)
     held = "hooks=[tests.support.parity_hook:Lucky,tests.support.gate:AfterSecondUpdate]"
-    run = stack.agentrl("submit", *asked, held, "--epochs", "2", "--name", "busy").strip()
+    run = stack.agentrl("submit", *asked, "-s", held, "--epochs", "2", "--name", "busy").strip()
     stack.wait(lambda: at_gate(stack.home, "update"), "two updates")
     stack.agentrl("gc", "--keep-last", "1")
     stack.agentrl("vacuum")

@@ -506,7 +506,7 @@ def test_watch_summary_shows_most_frequent_error(data: Database, run: str) -> No
         assert work is not None
         failed = [Outcome(e.id, "failed", error_class="RewardError", error=next(errors)) for e in work.episodes]
         rollout_claims.finish_episodes(data, work.fence, failed, work.reward_set, work.weights)
-    planning.stop(data, run, "paused", "only 0 of 4 episodes can train")
+    planning.stop(data, run, "paused", "none of the 4 episodes can train: 4 failed")
     text = "\n".join(line for line, _ in summary(load_view(data, run)))
     assert "4 episodes failed, 3 of them with: reward 'x' raised KeyError" in text
     assert f"agentrl episodes {run} --status failed" in text
@@ -519,7 +519,7 @@ def test_run_without_reward_gets_no_useless_hint(data: Database) -> None:
         work = claim(data, group)
         for position in range(len(work.episodes)):
             fail(data, work, position)
-    planning.stop(data, "first", "paused", "none of 4 episodes can train")
+    planning.stop(data, "first", "paused", "none of the 4 episodes can train: 4 failed")
     lines = [line.strip() for line, _ in summary(load_view(data, "first"))]
     assert lines[lines.index("Look closer:") :] == ["Look closer:", "agentrl episodes first", "agentrl replay EPISODE"]
 

@@ -155,8 +155,8 @@ def test_dry_run_without_hub_reports_faults_of_data_and_model(tmp_path: Path) ->
     assert (code, out) == (2, "")
     assert told.splitlines() == [
         "agentrl: The request has 2 errors:",
-        "  gsm8k cannot be loaded: There is no folder 'openai/gsm8k' here, and the hub does not answer. Pass a file or folder "
-        "with rows. Set AGENTRL_GSM8K_DIR to the folder that holds train.jsonl and test.jsonl.",
+        "  gsm8k cannot be loaded: There is no folder 'openai/gsm8k' here, and the hub does not answer. Set AGENTRL_GSM8K_DIR "
+        "to the folder that holds train.jsonl and test.jsonl.",
         f"  Cannot reach the hub for {NAME!r}. {HUB_HINT}",
     ]
 

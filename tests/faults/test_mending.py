@@ -43,7 +43,7 @@ from tests.support.forked_stack import ForkedStack
 from tests.support.forked_stack import stack as stack
 from tests.support.gate import at_gate, open_gate
 from tests.support.played_runs import claim_training, play, ready, start, submission, update_of, value, values
-from tests.support.real_stack import SMALL
+from tests.support.real_stack import SIZES, TURNS
 from tests.support.small_models import tiny_random
 
 bare = Env(rewards={"numeric_answer": 1.0})
@@ -585,9 +585,9 @@ def test_eval_does_not_wait_without_rebuilding_run(database: Database) -> None:
 
 @pytest.mark.slow
 def test_rebuild_by_real_workers_continues_run(stack: ForkedStack, short_folder: Path, model: Path) -> None:
-    asked = ("--dataset", "arithmetic", "--model", str(model), "--max-tasks", "16", *SMALL[:-1])
+    asked = ("--dataset", "arithmetic", "--model", str(model), "--max-tasks", "16", *SIZES, *TURNS)
     held = "hooks=[tests.support.parity_hook:Lucky,tests.support.gate:AfterSecondUpdate]"
-    run = stack.agentrl("submit", *asked, held, "--name", "cut").strip()
+    run = stack.agentrl("submit", *asked, "-s", held, "--name", "cut").strip()
     stack.wait(lambda: at_gate(stack.home, "update"), "two updates")
     planning.stop(stack.database, run, "paused")
     open_gate(stack.home, "update")

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from agentrl.cli.main import main
-from agentrl.workflow.config import ModelConfig
+from agentrl.workers.requests.submit import prepare
+from agentrl.workflow.config import ModelConfig, build
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.models import loading
 from agentrl.workflow.models.lookup import base_hash
@@ -133,7 +134,7 @@ def test_check_model_refuses_what_worker_cannot_load(tmp_path: Path, breaking: s
         base_hash(folder)
 
 
-def test_model_larger_than_memory_is_refused_from_headers(tmp_path: Path) -> None:
+def test_model_larger_than_memory_is_refused_from_headers(tmp_path: Path, home: Path) -> None:
     folder = tiny_random(tmp_path / "model")
     header = json.dumps({"huge": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
     with (folder / "model-2.safetensors").open("wb") as file:
@@ -141,6 +142,8 @@ def test_model_larger_than_memory_is_refused_from_headers(tmp_path: Path) -> Non
         file.truncate(8 + len(header) + (1 << 42))
     with pytest.raises(ModelError, match="needs 4,096 GiB for its weights; cpu has"):
         loading.load(ModelConfig.model_validate({"path": str(folder)}), folder, torch.device("cpu"), "full")
+    with pytest.raises(ModelError, match="needs 2,048 GiB for its weights; the largest memory here has"):  # not after an hour
+        prepare(None, build({"model.path": str(folder), "dataset.name": "arithmetic"}))
 
 
 def test_check_model_needs_some_weights_of_the_model(tmp_path: Path) -> None:

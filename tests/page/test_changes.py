@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import insert, text
 
 from agentrl.workers.page.demo import open_demo
-from agentrl.workflow.analysis.run_health import list_health_facts, list_update_troubles
+from agentrl.workflow.analysis.run_health import describe_groups, list_health_facts, list_update_troubles
 from agentrl.workflow.store import train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import open_database
@@ -123,6 +123,25 @@ def test_health_facts_mark_what_is_off() -> None:
     ill = {"flat_groups": 8, "tool_errors": 2, "trainable": 15, "staleness": 2, "skipped": "the loss is nan"}
     facts = list_health_facts({**healthy, **ill}, 3, "grpo")
     assert [fact.is_off for fact in facts] == [True, True, True, True, False, True]
+
+
+def test_iteration_route_counts_groups_in_words(sqlite: Database) -> None:
+    add_runs(sqlite)
+    page = PageOver(sqlite)
+    (run,) = values(sqlite, "SELECT id FROM runs WHERE name = 'code'")
+    told = [page.read(f"/api/runs/{run}/iterations/{number}")["counted"] for number in (1, 2, 3)]
+    assert told == ["2, 1 with equal rewards", "2", "2, 2 with equal rewards"]
+    many = describe_groups(8, 4, 3, {"dropped_groups": 2, "more_groups": 1})
+    assert many == "8, 3 solved with equal rewards, 1 with equal rewards, 2 dropped, 1 additional"
+
+
+def test_question_store_has_advantages_of_its_rewards(sqlite: Database) -> None:
+    add_runs(sqlite)
+    flat = "SELECT e.id FROM episodes e JOIN groups g ON g.id = e.group_id WHERE g.std_reward = 0"
+    consumed = "SELECT count(*) FROM consumptions WHERE advantage {} 0 AND episode_id {} IN ({})"
+    assert values(sqlite, consumed.format("=", "", flat)) == [6]
+    assert values(sqlite, consumed.format("<>", "", flat)) == [0]
+    assert values(sqlite, consumed.format("=", "NOT", flat)) == [0]
 
 
 def test_run_route_tells_health_of_newest_iteration(sqlite: Database) -> None:

@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 from sqlalchemy import delete, insert, text, update
 
+from agentrl.workers import page as page_package
 from agentrl.workflow.stats.evaluation import is_right
 from agentrl.workflow.store import steps
 from agentrl.workflow.store.connect import Database
@@ -46,6 +48,13 @@ def fail_call(database: Database, work: GroupWork) -> None:
     assert record_result(database, call, failure, datetime.now(UTC), "tools:1")
     observed = replace(step(0, (CALL,)), results=(failure,))
     steps.commit_observed(database, work.fence, [(work.episodes[0].id or 0, observed)])
+
+
+def test_evidence_column_and_page_say_fate() -> None:
+    """As `agentrl episodes --fate` and the views do."""
+    assert evidence_rows.COLUMNS["fate"].title == "fate"
+    scripts = {file.name: file.read_text() for file in (Path(page_package.__file__).parent / "static").glob("*.js")}
+    assert [name for name, script in scripts.items() if '"training"' in script] == []
 
 
 def test_evidence_shows_question_parts_and_failed_call(database: Database) -> None:

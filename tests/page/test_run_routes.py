@@ -421,6 +421,11 @@ def test_iteration_route_omits_whole_groups_at_limit(grown: Database, monkeypatc
     found = PageOver(grown).read(f"/api/runs/{number(grown, 'large')}/iterations/1")
     assert [len(group["episodes"]) for group in found["groups"]] == [8, 8]
     assert found["left_out"] == 14
+    flat = "SELECT count(*) FROM groups g JOIN iterations i ON i.id = g.iteration_id WHERE i.run_id = :run AND i.number = 0"
+    (equal,) = values(grown, f"{flat} AND g.std_reward = 0", run=number(grown, "large"))
+    counted = [int(part.split()[0]) for part in found["counted"].split(", ") if "equal rewards" in part]
+    assert (found["counted"].partition(",")[0], sum(counted)) == ("16", equal)
+    assert equal > 2, "more than the groups that are shown"
 
 
 def test_episodes_route_filters_sorts_and_pages(grown: Database) -> None:

@@ -1,6 +1,7 @@
 """Whether rewards can score a dataset's tasks: each task's own reference must earn full marks."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from agentrl.workers.requests.submit import prepare
 from agentrl.workflow import reference_check
 from agentrl.workflow.config import DatasetConfig, build
 from agentrl.workflow.datasets import load_tasks
+from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import DatasetError
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.reference_check import SAMPLE_SIZE, check_sample, comparing_rewards, reference_problems
@@ -83,7 +85,7 @@ def test_submit_accepts_references_unread_by_zero_weight_reward(tmp_path: Path) 
     assert prepare(None, build(asked | {"rewards": {"text_answer": 1.0}})).experiment.weights["numeric_answer"] == 0.0
 
 
-def test_submit_warns_that_tiny_model_knows_one_env(tmp_path: Path, home: Path) -> None:
+def test_submit_warns_that_tiny_model_knows_one_env(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_random(tmp_path / "model")
     (folder / "training.json").write_text('{"stage": "sft", "base": "tiny", "env": "arithmetic"}')
     asked = {"dataset.name": "qa", "model.path": str(folder)}
@@ -92,6 +94,10 @@ def test_submit_warns_that_tiny_model_knows_one_env(tmp_path: Path, home: Path) 
     assert not [
         each for each in prepare(None, build(asked | {"dataset.name": "arithmetic"})).remarks if "was trained only for" in each
     ]
+    for tools, told in ((("calculator",), 0), (("echo",), 1)):  # what the model reads decides, not the env's name
+        monkeypatch.setattr(sys.modules[__name__], "own_env", Env(tools=tools, rewards={"numeric_answer": 1.0}), raising=False)
+        remarks = prepare(None, build(asked | {"dataset.name": "arithmetic", "env": f"{__name__}:own_env"})).remarks
+        assert len([each for each in remarks if "was trained only for" in each]) == told
 
 
 def test_check_sample_tries_the_same_tasks_once_until_a_change(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from agentrl.cli.eval_run import eval_run_of
+from agentrl.cli.evaluate import _env_at_hand
+from agentrl.cli.resolve_targets import find_policy
 from agentrl.workers.requests.search_request import divide
 from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import ConfigError, Fenced, NotFoundError
@@ -302,3 +305,22 @@ def test_divide_refuses_too_few_tasks(values: Any, tasks: int, said: str) -> Non
     with pytest.raises(ConfigError) as caught:
         divide(config_of(**values), TASKS[:tasks])
     assert said in str(caught.value)
+
+
+def test_policy_of_search_run_has_chosen_texts(own_database: Database) -> None:
+    wanted, texts = search_of(), {"system_prompt": "First.", "tool:calculator": "Adds."}
+    config = {**wanted.config, "env": "arithmetic", "resources": texts}
+    made = planning.submit(own_database, replace(wanted, config=config))
+    (iteration,) = planning.open_iterations(own_database, made.id)
+    planning.start_iteration(own_database, iteration)
+    work, better = claim_training(own_database, iteration), {**texts, "system_prompt": "Best."}
+    assert find_policy("first")[0].resources == texts
+    search_rounds.add_round(own_database, work, planned(own_database, work, "choose", texts, better))
+    search_rounds.finish_search(own_database, rolled_out(own_database, work, (0.25, 0.75)), better)
+    config, ref = find_policy("1@0")
+    assert (config.resources, ref.version) == (better, 0)
+    env, tools = _env_at_hand(config, None)
+    assert env.system_prompt == "Best."
+    assert tools["calculator"].schema["function"]["description"] == "Adds."
+    assert _env_at_hand(config, "arithmetic")[0].system_prompt not in ("First.", "Best.")
+    assert eval_run_of("first", "arithmetic", None, 1, {})[0].resources == better

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
+import agentrl
+from agentrl.api.curve import MARGIN, WIDTH
 from agentrl.cli import maintenance
 from agentrl.cli.eval_run import eval_run_of
 from agentrl.cli.main import main
@@ -126,6 +128,25 @@ def test_eval_measures_first_every_nth_and_last_version(database: Database) -> N
     assert values(database, named, run="first-eval-3") == values(database, named, run="first")
     assert find_run(database, "first")["status"] == "done"
     assert [row["run"] for row in run_rows.list_runs(database).rows] == ["first"]
+
+
+def test_curve_has_held_out_reward_of_every_version(database: Database) -> None:
+    planning.submit(database, measured(every=2, epochs=3))
+    for _ in range(3):
+        train(database)
+    for version, rewards in ((0, (0.0, 1.0)), (2, (1.0, 1.0))):
+        measure(database, f"first-eval-{version}", *rewards)
+    run = agentrl.open(database.url.render_as_string(hide_password=False)).run("first")
+    assert run.curve().evals == ((0, 0.25), (2, 0.5))
+    measure(database, "first-eval-3", 2.0, 2.0)
+    curve = run.curve()
+    assert (curve.iterations, curve.evals) == ((1, 2, 3), ((0, 0.25), (2, 0.5), (3, 1.0)))
+    frame = curve.to_pandas()
+    assert frame["eval"].dropna().to_dict() == {0: 0.25, 2: 0.5, 3: 1.0}
+    assert frame["reward"].dropna().to_dict() == dict(zip(curve.iterations, curve.rewards, strict=True))
+    drawn = curve._repr_html_().partition("#d62728")[2]
+    assert "held out" in drawn
+    assert f"{WIDTH - MARGIN:.1f},30.0" in drawn, "the best value, of the last version, is at the upper right"
 
 
 def test_eval_is_not_planned_without_every(database: Database) -> None:

@@ -23,7 +23,7 @@ from agentrl.workflow.store import steps, tool_calls, train_commits, vacuum
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import open_database
 from agentrl.workflow.store.prepared_statements import PreparedStatement
-from agentrl.workflow.store.reads import ledger
+from agentrl.workflow.store.reads import episode_rows, ledger
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter, list_episodes
 from agentrl.workflow.store.reads.paging import Paging
 from agentrl.workflow.tables import schema
@@ -158,6 +158,17 @@ def test_run_reads_cost_nothing_for_other_runs(seen: Seen) -> None:
         for database, (run, *_) in (seen({"mine": 5, "other": size, "live": 2}) for size in (2, 30))
     )
     assert {name: (few[name], many[name]) for name in few if many[name] > 1.2 * few[name] + SLACK} == {}
+
+
+def test_last_episode_cost_ignores_newer_evaluations(grown: tuple[Database, list[Run]]) -> None:
+    database, (first, *_) = grown
+    with database.engine.begin() as tx:
+        tx.execute(text("UPDATE runs SET kind = 'eval' WHERE id <> :id"), {"id": first.id})
+    found = episode_rows.find_last_episode(database)
+    assert found is not None
+    assert found[1] == first.name
+    if database.engine.dialect.name == "sqlite":
+        assert work(database, {"last episode": episode_rows.find_last_episode})["last episode"] < SLACK
 
 
 def of_the_run_alone(run: Run) -> dict[str, reads.Read]:

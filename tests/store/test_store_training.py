@@ -258,15 +258,19 @@ def test_bad_updates_in_a_row_fail_run_until_resume(database: Database) -> None:
     assert control_reads.snapshot(database, LEASE).runs[0].iterations[0].number == 2
 
 
-def test_run_pauses_with_under_half_trainable_episodes(database: Database) -> None:
+@pytest.mark.parametrize(
+    ("done", "reason"),
+    [(1, "only 1 of the 4 episodes can train: 3 failed"), (0, "none of the 4 episodes can train: 4 failed")],
+)
+def test_run_pauses_with_under_half_trainable_episodes(database: Database, done: int, reason: str) -> None:
     for group in start(database, submission()):
         work = claim(database, group)
         fail(database, work, 0)
-        last = fail(database, work, 1) if group == 1 else finish(database, work, 1)
+        last = finish(database, work, 1) if group == 2 and done else fail(database, work, 1)
     assert last.iteration is not None
     assert train_claims.claim_iteration(database, last.iteration, "trainer:1", LEASE) is None
     assert status_of_run(database) == "paused"
-    assert "only 1 of 4" in run_names.find_run(database, "first")["reason"]
+    assert run_names.find_run(database, "first")["reason"] == f"iteration 1: {reason}"
     planning.resume(database, "first")
     claim_training(database, last.iteration)
 

@@ -7,19 +7,23 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import torch
+
 from agentrl.workers.page import demo
 from agentrl.workflow.store import planning, rollout_claims, steps, train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import open_database
 from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
 from agentrl.workflow.store.tool_calls import record_result
+from agentrl.workflow.store.train_claims import IterationWork
+from agentrl.workflow.training.advantages import group_relative
 from agentrl.workflow.trajectory import CallRecord, Message, Step, StepRecord, ToolCall, ToolResult
 from tests.support.played_runs import claim, claim_training, submission, update_of, values
 
 PROGRAM = "def area(r): return 3.14 * r ** 2"
 WRONG = "def area(r) return 3.14 * r"
 ERROR = "SyntaxError: expected ':'"
-REASON = "only 0 of 4 episodes can train"
+REASON = "none of the 4 episodes can train: 4 failed"
 WHY_FAILED = "reward 'my_rewards:broken' raised ValueError: no such key"
 
 
@@ -63,7 +67,16 @@ def _train(database: Database, run: int) -> None:
     query = "SELECT id FROM iterations WHERE run_id = :run AND status = 'running' ORDER BY id"
     (iteration,) = values(database, query, run=run)
     work = claim_training(database, iteration)
-    train_commits.commit_update(database, work, update_of(work), 3)
+    train_commits.commit_update(database, work, update_of(work, advantages=_advantages(work)), 3)
+
+
+def _advantages(work: IterationWork) -> dict[int, float]:
+    """The advantages of GRPO by episode: 0 where all rewards of a group are equal."""
+    advantages = {}
+    for group in work.groups:
+        credited = group_relative(torch.tensor([episode.reward for episode in group.episodes])).tolist()
+        advantages |= {episode.id or 0: value for episode, value in zip(group.episodes, credited, strict=True)}
+    return advantages
 
 
 def _call(database: Database, work: GroupWork, place: int, program: str, error: bool) -> None:

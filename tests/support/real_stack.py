@@ -18,11 +18,11 @@ from tests.conftest import missing
 
 DEADLINE_SECONDS = 240.0
 
-SMALL = (
-    "--epochs", "1", "--group-size", "4", "--tasks-per-iteration", "4", "--max-new-tokens", "12", "--max-steps", "2",
-    "-s", "hooks=[tests.support.parity_hook:Lucky]",
-)  # fmt: skip
-"""Options of a run that takes seconds, and has something to learn."""
+SIZES = ("--epochs", "1", "--group-size", "4", "--tasks-per-iteration", "4", "--max-new-tokens", "12")
+TURNS = ("--max-steps", "2")
+LUCKY = ("-s", "hooks=[tests.support.parity_hook:Lucky]")
+SMALL = (*SIZES, *TURNS, *LUCKY)
+"""Options of a run that takes seconds, and has something to learn. A run of an agent takes no `TURNS`."""
 
 
 @contextmanager

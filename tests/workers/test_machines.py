@@ -24,7 +24,7 @@ from agentrl.workflow.store.reads import run_rows
 from tests.support.gate import at_gate, open_gate
 from tests.support.network_machines import BUCKET, S3, Host, network, postgres_on, redis_on, s3_server, wait_until
 from tests.support.played_runs import claim, submission
-from tests.support.real_stack import SMALL, Stack
+from tests.support.real_stack import SIZES, TURNS, Stack
 from tests.support.small_models import tiny_random
 from tests.workers.test_run import assert_whole, count
 
@@ -55,7 +55,7 @@ class Cluster:
     def submit(self, name: str, tasks: int, hooks: str = "tests.support.parity_hook:Lucky") -> None:
         """A run that nobody waits for."""
         asked = ("--dataset", "arithmetic", "--model", str(self.model), "--max-tasks", str(tasks), "--name", name)
-        self.here.agentrl("submit", *asked, *SMALL[:-1], f"hooks=[{hooks}]", "--detach")
+        self.here.agentrl("submit", *asked, *SIZES, *TURNS, "-s", f"hooks=[{hooks}]", "--detach")
 
     def held_by(self, host: Host) -> set[int]:
         """The groups that a worker of the host holds, as the rows say."""

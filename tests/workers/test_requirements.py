@@ -394,12 +394,15 @@ def up(stack: Stack) -> None:
     )
 
 
+OWN_ENV = ("--max-steps", "1", "--env", "own_here:mine")
+
+
 def about_own(stack: Stack, folder: Path) -> list[str]:
     """The words that submit a run which needs a module of that folder."""
     (folder / "own_here.py").write_text(OWN)
     (folder / "qa.jsonl").write_text('{"question": "where?", "answer": "river"}\n')
     words = ["submit", "--dataset", "qa.jsonl", "--model", str(tiny_random(folder / "model")), "--epochs", "1", "--name", "own"]
-    return [*words, "--group-size", "2", "--max-new-tokens", "4", "--max-steps", "1", "--env", "own_here:mine"]
+    return [*words, "--group-size", "2", "--max-new-tokens", "4"]
 
 
 @pytest.mark.slow
@@ -408,7 +411,7 @@ def test_idle_stack_lacking_requirement_restarts(stack: Stack, tmp_path: Path) -
     words = about_own(stack, tmp_path)
     up(stack)
     first = embedded.find_supervisor(stack.settings)
-    done = command(stack, tmp_path, *words)
+    done = command(stack, tmp_path, *words, *OWN_ENV)
     assert done.returncode == 0, done.stderr + stack.logs()
     assert "No module named 'own_here'" in done.stderr
     assert "Restarting the embedded stack" in done.stderr
@@ -419,7 +422,7 @@ def test_idle_stack_lacking_requirement_restarts(stack: Stack, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
 def test_idle_stack_lacking_agent_restarts(stack: Stack, tmp_path: Path) -> None:
-    words = about_own(stack, tmp_path)[: -len(("--max-steps", "1", "--env", "own_here:mine"))]
+    words = about_own(stack, tmp_path)
     (tmp_path / "silent.py").write_text("def solve(task, llm): ...")
     up(stack)
     done = command(stack, tmp_path, *words, "--env", "qa", "--agent", "silent:solve")
@@ -432,7 +435,7 @@ def test_idle_stack_lacking_agent_restarts(stack: Stack, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
 def test_busy_stack_lacking_requirement_is_left_alone(stack: Stack, tmp_path: Path, texts: Path) -> None:
-    words = about_own(stack, tmp_path)[:-2]
+    words = [*about_own(stack, tmp_path), "--max-steps", "1"]
     stack.environment["AGENTRL_LEASE_SECONDS"] = "3600"  # what is claimed here stays claimed
     up(stack)
     first = embedded.find_supervisor(stack.settings)

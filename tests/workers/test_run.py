@@ -23,7 +23,7 @@ from bench.faults.fork_server import Nursery
 from tests.support.forked_stack import ForkedStack, forked_stack
 from tests.support.forked_stack import stack as stack
 from tests.support.gate import at_gate, open_gate
-from tests.support.real_stack import SMALL, Stack, embedded_stack
+from tests.support.real_stack import LUCKY, SIZES, SMALL, TURNS, Stack, embedded_stack
 from tests.support.small_models import tiny_random
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module")]
@@ -94,7 +94,7 @@ def test_rollout_worker_kill_costs_no_episode(embedded: Stack, model: Path, tmp_
     assert count(embedded.database, "SELECT sum(losses) FROM groups") >= len(blows)
 
 
-GATED = (*SMALL[:-1], "hooks=[tests.support.parity_hook:Lucky,tests.support.gate:AtStart]")
+GATED = (*SIZES, *TURNS, "-s", "hooks=[tests.support.parity_hook:Lucky,tests.support.gate:AtStart]")
 """The same, each group held before its first token."""
 
 HELD = "SELECT count(*) FROM groups WHERE status = 'running' AND worker <> ''"
@@ -167,13 +167,13 @@ def test_workers_need_only_the_logins_of_the_compose_stack(
         for role, login in (("tools", TOOLS_ROLE), ("agents", AGENTS_ROLE)):
             limited = postgres.url.set(username=login).render_as_string(hide_password=False)
             stack.worker(role, AGENTRL_DATABASE_URL=limited)
-        asked = ("submit", "--dataset", "arithmetic", "--model", str(model), "--max-tasks", "8", *SMALL)
-        run = stack.agentrl(*asked, "--detach").strip()
+        asked = ("submit", "--dataset", "arithmetic", "--model", str(model), "--max-tasks", "8", *SIZES, *LUCKY)
+        run = stack.agentrl(*asked, *TURNS, "--detach").strip()
         assert "done" in stack.agentrl("watch", run)
         assert_whole(stack.database, iterations=2, episodes=32)
         assert "done" in stack.agentrl("runs")
         assert json.loads(stack.agentrl("sql", f"SELECT status FROM v_runs WHERE run = '{run}'", "--json"))
-        agent = [*(word for word in asked if word not in ("--max-steps", "2")), "--agent", "plain_agent:solve"]
+        agent = (*asked, "--agent", "plain_agent:solve")
         stack.agentrl(*agent, "--wait")
         assert count(stack.database, "SELECT count(*) FROM agent_attempts WHERE error_class = ''") == 32
         refused = stack.command(*agent, "-s", "agent.show_reference=true", "--wait")

@@ -25,12 +25,13 @@ from agentrl.workers.requests.eval_config import eval_config, in_one_iteration
 from agentrl.workers.requests.search_request import SearchedTasks, check_resources, divide, resolve_texts
 from agentrl.workers.requests.served_prompts import load_run_tasks
 from agentrl.workers.stack import broker, embedded
+from agentrl.workers.stack.machine import largest_memory
 from agentrl.workflow import checkpoints, engines, trainers
 from agentrl.workflow.algorithms import resolve_run, resolve_search, searches
 from agentrl.workflow.chat.templates import check_template, read_object, remark_on_tools, resolve_chat, resolve_last_turn
 from agentrl.workflow.checkpoints import RECORD
 from agentrl.workflow.checkpoints.epoch_links import link_epochs
-from agentrl.workflow.config import RunConfig
+from agentrl.workflow.config import ModelConfig, RunConfig
 from agentrl.workflow.datasets import LoadedTasks, absolute_name, env_of, hash_dataset, is_rows, split_mixture
 from agentrl.workflow.engines import Backend
 from agentrl.workflow.envs import Env, correctness_rule, gives_rewards, optional_rewards
@@ -43,10 +44,12 @@ from agentrl.workflow.models.lookup import (
     TINY,
     check_base,
     check_folder,
+    check_size,
     existing_model,
     local_folder,
     lora_rank,
-    starting_policy,
+    quantised_bits,
+    untrained_policy,
 )
 from agentrl.workflow.plugins import find, names
 from agentrl.workflow.reference_check import check_sample, comparing_rewards
@@ -169,8 +172,10 @@ def _resolve_experiment(config: RunConfig, kind: str, loaded: LoadedTasks) -> Ex
     check_resources(experiment)
     experiment = replace(experiment, config=resolve_agent(experiment, loaded.tasks))
     if kind == "search":
-        return replace(experiment, config=resolve_texts(experiment))
-    return replace(experiment, config=resolve_run(experiment.config)) if kind == "train" else experiment
+        experiment = replace(experiment, config=resolve_texts(experiment))
+    elif kind == "train":
+        experiment = replace(experiment, config=resolve_run(experiment.config))
+    return experiment.reading(experiment.config.resources)
 
 
 def _check_parts(
@@ -190,13 +195,25 @@ def _check_parts(
 
 def _resolve_model(experiment: Experiment, policy: PolicyRef | None) -> StartingModel:
     config = experiment.config
-    start = policy or starting_policy(config.model.path, config.dataset.name)
+    base = policy.base if policy else existing_model(config.model.path, config.dataset.name)
+    folder = _local_model_folder(base)
+    if folder is not None:  # before the hash, which takes a second per gigabyte
+        check_folder(config.model, folder)
+        if experiment.engine.local and not settings().broker_url:  # the workers are on this machine
+            _check_size(config.model, folder)
     if policy is not None:
         check_base(policy.base, policy.base_hash)
-    folder = _local_model_folder(start.base)
-    if folder is not None:
-        check_folder(config.model, folder)
-    return StartingModel(start, folder, _is_trained(policy))
+    return StartingModel(policy or untrained_policy(base), folder, _is_trained(policy))
+
+
+def _check_size(config: ModelConfig, folder: Path) -> None:
+    """Raise ModelError if the weights exceed every memory of this machine in the smallest precision in which a worker may load
+    them.
+    """
+    memory = largest_memory()
+    if memory and any(folder.glob("*.safetensors")):
+        bits = quantised_bits(config) or (32 if config.dtype == "float32" else 16)
+        check_size(folder, bits, memory, "the largest memory here")
 
 
 def _is_trained(policy: PolicyRef | None) -> bool:
@@ -349,16 +366,31 @@ def list_remarks(submission: Submission) -> tuple[str, ...]:
 
 
 def _remark_on_tiny(experiment: Experiment, folder: Path | None) -> Iterator[str]:
-    """Yield a remark if the model was made from `tiny` by demonstrations of one env, and the run uses another env."""
+    """Yield a remark if the model was made from `tiny` by demonstrations of one env, and the run's env has other prompts."""
     if folder is None:
         return
     record = read_object(folder / RECORD)
-    if record.get("base") == TINY and isinstance(env := record.get("env"), str) and env != experiment.config.env:
+    if record.get("base") == TINY and isinstance(env := record.get("env"), str) and not _has_prompts_of(env, experiment):
         yield (
             f"The model {folder.name!r} was trained only for the env {env!r}: in {experiment.config.env!r} it writes noise. "
             "Make one that imitates this dataset, if it has demonstrations (agentrl sft "
             f"--dataset {experiment.config.dataset.name} --model tiny), or use a pretrained model."
         )
+
+
+def _has_prompts_of(env: str, experiment: Experiment) -> bool:
+    """Return True if the run's env has the system prompt and the tools of the env with this name."""
+    if env == experiment.config.env:
+        return True
+    try:
+        learned = Experiment(RunConfig(env=env))
+        return _prompt_parts(learned) == _prompt_parts(experiment)
+    except ConfigError:  # it is not on this machine
+        return False
+
+
+def _prompt_parts(experiment: Experiment) -> tuple[str, Sequence[Any]]:
+    return experiment.env.system_prompt, [tool.schema for tool in experiment.tools.values()]
 
 
 def remark_on_trackers(config: RunConfig) -> Iterator[str]:

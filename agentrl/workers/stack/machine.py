@@ -101,6 +101,12 @@ class MachineRecorder:
         return machine_loads.record_load(db, host, load, work, rate)
 
 
+def largest_memory() -> int:
+    """Return the size of this host's memory, or of a GPU's memory if it is larger, in bytes; 0 if unknown."""
+    gpus = [gpu["memory_total"] or 0 for gpu in _read_gpus(NVML) or ()]
+    return max([_read_memory().get("MemTotal", 0), *gpus])
+
+
 def _read_ticks() -> tuple[int, int]:
     """Return the clock ticks that this host's processors have spent: busy, and in total. Both are 0 if unknown."""
     try:

@@ -108,6 +108,23 @@ def _more_variance(parts: Sequence[Row]) -> str:
     return "a reward with more levels"
 
 
+def describe_groups(groups: int, flat: int, right: int, iteration: Row) -> str:
+    """Return how many groups an iteration has, and how many of them teach nothing, as text.
+
+    Args:
+        groups: the number of all groups.
+        flat, right: the number of groups with equal rewards, and the number of these in which an episode is right.
+        iteration: a row of v_iterations.
+    """
+    others = ((iteration["dropped_groups"], "dropped"), (iteration["more_groups"], "additional"))
+    return ", ".join([str(groups), *_equal_parts(flat, right), *(f"{count} {what}" for count, what in others if count)])
+
+
+def _equal_parts(flat: int, right: int) -> list[str]:
+    parts = ((right, "solved with equal rewards"), (flat - right, "with equal rewards"))
+    return [f"{count} {what}" for count, what in parts if count]
+
+
 def list_health_facts(iteration: Row, right_groups: int, algorithm: str | None) -> list[HealthFact]:
     """Return the facts about an iteration that show whether its run is healthy.
 
@@ -119,9 +136,8 @@ def list_health_facts(iteration: Row, right_groups: int, algorithm: str | None) 
     facts, groups = [], iteration["groups"]
     equal = iteration["flat_groups"] - right_groups
     if groups and compares_groups(algorithm):
-        parts = [f"{groups - equal - right_groups} of {format_count(groups, 'group')} with different rewards"]
-        parts += [f"{right_groups} solved with equal rewards"] if right_groups else []
-        parts += [f"{equal} with equal rewards"] if equal else []
+        different = f"{groups - iteration['flat_groups']} of {format_count(groups, 'group')} with different rewards"
+        parts = [different, *_equal_parts(iteration["flat_groups"], right_groups)]
         facts.append(HealthFact(", ".join(parts), equal / groups > MAX_FLAT))
     if calls := iteration["tool_calls"]:
         errors = iteration["tool_errors"]

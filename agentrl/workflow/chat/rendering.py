@@ -25,7 +25,8 @@ from agentrl.workflow.chat.parsing import THINK, parse_text
 from agentrl.workflow.chat.stop_strings import Spelling, Stops, cut_at_stop
 from agentrl.workflow.chat.template_options import check_options
 from agentrl.workflow.chat.template_probe import FAULTS, Manner, find_trouble, manner_of
-from agentrl.workflow.chat.templates import render_template, template_error
+from agentrl.workflow.chat.template_process import render_template
+from agentrl.workflow.chat.templates import template_error
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.tool_formats import AUTO, Schema
 from agentrl.workflow.trajectory import RAW_ROLES, Message

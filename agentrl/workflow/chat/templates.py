@@ -1,22 +1,17 @@
 """A model's chat template before the model is loaded: found in its folder or in a user's file, rendered, and checked.
 
-The template is rendered as transformers would render it, in jinja's sandbox. transformers is not needed, so a command can check
-the template before any process starts. If a template cannot be rendered here (because it is in a tokenizer's code), the worker
-that loads the model checks it.
+The template is rendered as transformers would render it (see `template_process`). transformers is not needed, so a command can
+check the template before any worker starts. If a template cannot be rendered here (because it is in a tokenizer's code), the
+worker that loads the model checks it.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from agentrl.workflow.chat.template_probe import (
     Manner,
@@ -27,6 +22,7 @@ from agentrl.workflow.chat.template_probe import (
     manner_of,
     writes_unreadable_calls,
 )
+from agentrl.workflow.chat.template_process import OTHER_TEMPLATE, check_syntax, render_template
 from agentrl.workflow.checkpoints import RECORD
 from agentrl.workflow.config import ModelConfig, RunConfig
 from agentrl.workflow.errors import ConfigError, ModelError
@@ -37,36 +33,9 @@ MAX_BYTES = 131_072
 """The largest template that a user may pass, in bytes. The longest templates of models have a fifth of this size."""
 
 MAX_CONFIG_BYTES = 1 << 24
-"""The largest tokenizer config that is read, in bytes. It may contain a template."""
+"""The largest tokenizer config or template of a model that is read, in bytes. A config may contain a template."""
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_OVERRIDE = "Pass --chat-template FILE, or another model."
-
-
-class _Generation(Extension):
-    """The block `{% generation %}...{% endgeneration %}`, which marks the assistant's text."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja's own spelling
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **how)
-
-
-@lru_cache(maxsize=8)
-def _compile(source: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _json
-    environment.globals["raise_exception"] = _refuse
-    return environment.from_string(source)
 
 
 def renderer(source: str, tokens: Mapping[str, str]) -> Render:
@@ -83,39 +52,14 @@ def renderer(source: str, tokens: Mapping[str, str]) -> Render:
     return render
 
 
-def render_template(
-    source: str,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Schema],
-    generate: bool,
-    variables: Mapping[str, Any],
-    clock: datetime,
-) -> str:
-    """Return the text that a template renders from messages and tools.
-
-    Args:
-        generate: whether to open the assistant's turn.
-        variables: the special tokens that the template names, and other variables that it reads.
-        clock: the time that the template gets (`strftime_now`). transformers would pass the present time, which changes between
-            two turns.
-    """
-    return _compile(source).render(
-        messages=[dict(message) for message in messages],
-        tools=[dict(tool) for tool in tools] or None,
-        add_generation_prompt=generate,
-        strftime_now=lambda form: clock.strftime(form),
-        **{"documents": None, **variables},
-    )
-
-
 def read_template(template: str) -> str:
     """Return a chat template, given as a path or a text. Raise ConfigError if it is neither."""
     source = template if "{" in template or "\n" in template else _read_template_file(Path(template).expanduser())
     if len(source.encode(errors="replace")) > MAX_BYTES:
         raise ConfigError(f"The chat template has more than {MAX_BYTES} bytes.", "Is it the right file?")
     try:
-        _compile(source)
-    except (TemplateError, RecursionError) as error:
+        check_syntax(source)
+    except TemplateError as error:
         where = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
         problem = f"The chat template is not valid Jinja{where}: {' '.join(str(error).split())[:200]}"
         raise ConfigError(f"{problem.rstrip('.')}.", "Correct it.") from error
@@ -183,13 +127,17 @@ def source_of(folder: Path | None, source: str | None = None) -> tuple[str, dict
     config = read_object(folder / "tokenizer_config.json")
     tokens = {name: _token_text(config.get(name)) for name in _TOKENS if _token_text(config.get(name))}
     file = folder / "chat_template.jinja"
+    if not source:
+        source = _read_text(file) if file.is_file() else _template_text(config.get("chat_template"))
+    return (source, tokens) if source else None
+
+
+def _read_text(file: Path) -> str:
+    """Return the text of a model's file; empty if it is missing, too large or not UTF-8."""
     try:
-        template = source or (
-            file.read_text(encoding="utf-8") if file.is_file() else _template_text(config.get("chat_template"))
-        )
+        return file.read_text(encoding="utf-8") if file.is_file() and file.stat().st_size <= MAX_CONFIG_BYTES else ""
     except (OSError, ValueError):
-        return None
-    return (template, tokens) if template else None
+        return ""
 
 
 def _template_text(value: object) -> str:
@@ -210,10 +158,8 @@ def _token_text(value: object) -> str:
 def read_object(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file of a model; empty if the file is missing, too large or contains something else."""
     try:
-        if not file.is_file() or file.stat().st_size > MAX_CONFIG_BYTES:
-            return {}
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        value = json.loads(_read_text(file))
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -238,7 +184,7 @@ def check_template(config: ModelConfig, folder: Path, system: bool, tools: bool,
 
 def template_error(model: str, trouble: str) -> ModelError:
     """Return the exception that refuses a model's template. `trouble` is the reason that `find_trouble` returned."""
-    return ModelError(f"The chat template of {model!r} {trouble}.", _OVERRIDE)
+    return ModelError(f"The chat template of {model!r} {trouble}.", OTHER_TEMPLATE)
 
 
 def remark_on_tools(config: ModelConfig, folder: Path) -> str:

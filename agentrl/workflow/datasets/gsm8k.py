@@ -101,7 +101,7 @@ def _read_hub(split: str) -> tuple[list[TaskRow], list[str]]:
     try:
         return read_values(read_source(DatasetConfig(name=f"{HUB_NAME}:main", split=split)))
     except DatasetError as error:
-        raise DatasetError(f"gsm8k cannot be loaded: {error}", HINT) from error
+        raise DatasetError(f"gsm8k cannot be loaded: {error.message}", HINT) from error
 
 
 gsm8k = Dataset(load=load, env="math", demonstrations=demonstrations)

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,7 +27,7 @@ from agentrl.workflow.models.devices import auto_dtype
 from agentrl.workflow.models.fast_forward import is_supported
 from agentrl.workflow.models.gguf_files import read_gguf_record
 from agentrl.workflow.models.headers import read_shapes
-from agentrl.workflow.models.lookup import TRUST, check_folder, lora_rank
+from agentrl.workflow.models.lookup import TRUST, check_folder, check_size, lora_rank, quantised_bits
 from agentrl.workflow.models.lora_targets import LoraLayers, choose_linear, count_by_name
 from agentrl.workflow.models.memory import return_freed_memory
 from agentrl.workflow.models.parameters import Parameters, count_trained
@@ -104,16 +103,12 @@ def _load_weights(config: ModelConfig, folder: Path, device: torch.device, optio
 
 
 def _check_memory(config: ModelConfig, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ModelError if the weights alone are larger than the device's whole memory: the system would kill the process."""
-    bits = 4 if config.load_in_4bit else 8 if config.load_in_8bit else 8 * dtype.itemsize
-    needed = sum(map(prod, read_shapes(folder).values())) * bits // 8
+    """Raise ModelError if the weights alone are larger than the device's whole memory."""
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
     else:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > total:
-        sizes = f"needs {needed / 2**30:,.0f} GiB for its weights; {device} has {total / 2**30:,.0f} GiB"
-        raise ModelError(f"The model in {str(folder)!r} {sizes}.", "Pass a smaller model, or set model.load_in_4bit=true.")
+    check_size(folder, quantised_bits(config) or 8 * dtype.itemsize, total, str(device))
 
 
 @dataclass(frozen=True, slots=True)

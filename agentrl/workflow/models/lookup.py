@@ -80,14 +80,17 @@ def resolve_model(name: str, dataset: str) -> str:
 def starting_policy(name: str, dataset: str) -> PolicyRef:
     """Return the `PolicyRef` of an untrained base.
 
-    A local folder is hashed now. A hub model is hashed when a worker first loads it.
-
     Raises:
         ModelError: the folder does not exist, or the hub has no such model.
     """
-    base = existing_model(name, dataset)
-    folder = Path(base)
-    return PolicyRef(base, base_hash(folder) if folder.is_dir() else "")
+    return untrained_policy(existing_model(name, dataset))
+
+
+def untrained_policy(base: str) -> PolicyRef:
+    """Return the `PolicyRef` of a base that `existing_model` returned. A local folder is hashed now. A hub model is hashed when
+    a worker first loads it.
+    """
+    return PolicyRef(base, base_hash(Path(base)) if Path(base).is_dir() else "")
 
 
 def existing_model(name: str, dataset: str) -> str:
@@ -184,6 +187,21 @@ def check_folder(config: ModelConfig, folder: Path) -> None:
     code = code_files(folder)
     if code and not config.trust_remote_code:
         raise ModelError(f"The model in {str(folder)!r} needs its own code ({code[0].name}).", TRUST)
+
+
+def check_size(folder: Path, bits: int, memory_bytes: int, device: str) -> None:
+    """Raise ModelError if the weights alone are larger than a whole memory: the system would kill the process that loads them.
+    The folder's weights are loaded with `bits` bits per number into the memory of `device`.
+    """
+    needed = sum(map(prod, read_shapes(folder).values())) * bits // 8
+    if needed > memory_bytes:
+        sizes = f"needs {needed / 2**30:,.0f} GiB for its weights; {device} has {memory_bytes / 2**30:,.0f} GiB"
+        raise ModelError(f"The model in {str(folder)!r} {sizes}.", "Pass a smaller model, or set model.load_in_4bit=true.")
+
+
+def quantised_bits(config: ModelConfig) -> int:
+    """Return the bits of a weight of a quantised model; 0 if the model is not quantised."""
+    return 4 if config.load_in_4bit else 8 if config.load_in_8bit else 0
 
 
 def code_hash(folder: Path) -> str:

@@ -19,6 +19,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from agentrl.workflow.chat.tiny_template import TEMPLATE
+
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 SPECIAL = re.compile("|".join(map(re.escape, (END_OF_TEXT, START, END, *TAGS))))
@@ -29,38 +31,6 @@ INIT = 0.06
 """The standard deviation of the initial weights.
 
 Qwen's 0.02 suits widths of 1,000; with 0.02, the tiny model learns to copy half as fast.
-"""
-
-TEMPLATE = """\
-{%- if tools or messages[0].role == 'system' -%}
-<|im_start|>system
-{% if messages[0].role == 'system' %}{{ messages[0].content }}
-{% endif %}
-{%- for tool in tools or [] %}{{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }})
-{%- if not loop.last %}, {% endif %}{% endfor %}<|im_end|>
-{% endif -%}
-{%- for message in messages -%}
-{%- if message.role == 'user' or message.role == 'assistant' -%}
-<|im_start|>{{ message.role }}
-{{ message.content }}
-{%- for call in message.tool_calls or [] -%}
-{%- if message.content or not loop.first %}{{ '\\n' }}{% endif -%}
-<tool_call>
-{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
-</tool_call>
-{%- endfor -%}
-<|im_end|>
-{% elif message.role == 'tool' -%}
-{%- if loop.previtem.role != 'tool' %}<|im_start|>user{% endif %}{{ '\n' }}<tool_response>
-{{ message.content }}
-</tool_response>
-{%- if loop.last or loop.nextitem.role != 'tool' %}<|im_end|>
-{% endif -%}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-<|im_start|>assistant
-{% endif -%}
 """
 
 

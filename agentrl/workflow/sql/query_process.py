@@ -1,27 +1,21 @@
 """Runs untrusted queries in a separate process that may be killed.
 
 Some functions of SQLite take time quadratic in their input, within one instruction that cannot be interrupted. A value of
-Postgres may exceed the memory. The process runs one query after another; a query that exceeds its limits ends the process. This
-module has the code of both processes: `QueryProcess` sends queries, and `serve` runs them. `read` and `main` are for databases
-that a model may read.
+Postgres may exceed the memory. This module has the code of both processes: `QueryProcess` sends queries, and `serve` runs them.
+`read` and `main` are for databases that a model may read.
 """
 
 import json
-import math
-import resource
-import subprocess
-import sys
-import threading
-import time
-import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agentrl.workflow import errors
 from agentrl.workflow.errors import AccessDenied, AgentRLError, ServiceError
+from agentrl.workflow.runtime import limited_process
+from agentrl.workflow.runtime.limited_process import LimitedProcess, LimitError, limit_processor_time
 from agentrl.workflow.runtime.warm_processes import Warm
 from agentrl.workflow.settings import is_url
 from agentrl.workflow.sql.readonly import Table, check_text
@@ -57,52 +51,23 @@ class QueryProcess:
 
     def __init__(self, module: str = "agentrl.workflow.sql.query_process") -> None:
         """Start a process that runs the module named `module` as a program. The program must call `serve`."""
-        command = [sys.executable, "-P", "-m", module]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        weakref.finalize(self, _end, self._process)
+        self._process = LimitedProcess(module, "reads the database")
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self._process.alive
 
     def ask(self, request: Mapping[str, Any], seconds: float | None = None) -> Table:
         """Send a query to the process and return its result. Raise the same errors as `read`. After `seconds` (None:
         `WALL_SECONDS`) the process is killed, and AccessDenied is raised.
         """
-        timer = threading.Timer(WALL_SECONDS if seconds is None else seconds, self._process.kill)
-        timer.start()
         try:
-            line = self._answer(json.dumps(request).encode() + b"\n")
-        except BaseException:  # its late answer would be taken for the next query's
-            self._process.kill()
-            raise
-        finally:
-            timer.cancel()
-        reply = json.loads(line, object_hook=_untag_value)
+            reply = self._process.ask(request, WALL_SECONDS if seconds is None else seconds, _untag_value)
+        except LimitError as error:
+            raise AccessDenied("The query takes too much work and was stopped.", "Read fewer rows.") from error
         if "error" in reply:
             raise getattr(errors, reply["error"])(reply["message"], reply["hint"])
         return reply["columns"], [tuple(row) for row in reply["rows"]]
-
-    def _answer(self, request: bytes) -> bytes:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(request)
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if line.endswith(b"\n"):
-            return line
-        status = self._process.wait()
-        if status < 0:
-            raise AccessDenied("The query takes too much work and was stopped.", "Read fewer rows.")
-        raise ServiceError(
-            f"The process that reads the database ended with exit code {status}.", "Its output is in the worker's log."
-        )
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    with suppress(BrokenPipeError), process:
-        process.kill()
 
 
 readers = Warm(QueryProcess)
@@ -127,11 +92,7 @@ def _read_prepared(database: str, query: str, limit: int, seconds: int) -> Table
 
 def serve(read: Callable[..., Table]) -> None:
     """Read queries from stdin, and write the results to stdout. Each query is a line with the arguments of `read` as JSON."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    for line in sys.stdin.buffer:
-        sys.stdout.buffer.write(_answer_text(read, json.loads(line)).encode() + b"\n")
-        sys.stdout.buffer.flush()
+    limited_process.serve(partial(_answer_text, read), MEMORY_BYTES)
 
 
 def _answer_text(read: Callable[..., Table], request: Mapping[str, Any]) -> str:
@@ -142,13 +103,6 @@ def _answer_text(read: Callable[..., Table], request: Mapping[str, Any]) -> str:
         return _refusal(AccessDenied("The query takes too much memory and was stopped.", "Ask for less at a time."))
     except AgentRLError as error:
         return _refusal(error)
-
-
-def limit_processor_time(seconds: int | None) -> None:
-    """Limit the processor time that this process may still use, in seconds; None removes the limit."""
-    hard_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    limit = hard_limit if seconds is None else math.ceil(time.process_time()) + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, hard_limit))
 
 
 def _refusal(error: AgentRLError) -> str:

@@ -84,10 +84,11 @@ def claim_iteration(
         return None
     published = row["number"] <= row["newest"]
     if not row["broken"]:
-        done = tx.execute(select(func.count()).where(members_of(iteration), schema.episodes.c.status == "done")).scalar_one()
+        ended = _count_by_status(tx, iteration)
+        done = ended.get("done", 0)
         if row["kind"] in ("train", "search") and 2 * done < row["episodes"] and row["too_few"] != "accepted":
             if published:
-                _pause_run(tx, row, f"only {done} of {row['episodes']} episodes can train")
+                _pause_run(tx, row, _too_few_reason(ended, row["episodes"]))
             return None
         if row["kind"] == "train" and dynamic_sampling_of(row["config"]) > 1 and row["too_few"] != "accepted":
             rewards = _load_group_rewards(tx, iteration)
@@ -127,6 +128,19 @@ def _lock_ready_iteration(tx: Connection, iteration: int, worker: str, lease_sec
 def _pause_run(tx: Connection, row: Mapping[str, Any], reason: str) -> None:
     tx.execute(update(schema.iterations).where(schema.iterations.c.id == row["id"]).values(too_few="paused"))
     set_run_status(tx, row["run_id"], "paused", f"iteration {row['number'] + 1}: {reason}")
+
+
+def _count_by_status(tx: Connection, iteration: int) -> dict[str, int]:
+    column = schema.episodes.c.status
+    query = select(column, func.count()).where(members_of(iteration)).group_by(column).order_by(column)
+    return {row[0]: row[1] for row in tx.execute(query)}
+
+
+def _too_few_reason(ended: Mapping[str, int], planned: int) -> str:
+    """Return, for example, "none of the 4 episodes can train: 3 failed, 1 infra_error"."""
+    done = ended.get("done", 0)
+    others = ", ".join(f"{count} {status}" for status, count in ended.items() if status != "done")
+    return f"{f'only {done}' if done else 'none'} of the {planned} episodes can train" + (f": {others}" if others else "")
 
 
 def _load_group_rewards(tx: Connection, iteration: int) -> list[list[float]] | None:

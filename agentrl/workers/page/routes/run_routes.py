@@ -12,7 +12,7 @@ from agentrl.workers.page.answers import answer
 from agentrl.workers.page.routes import Store
 from agentrl.workers.page.shown.shown_texts import LISTED_CHARS, cut_rows, cut_texts, cut_value
 from agentrl.workers.page.shown.whole_run import list_shown_runs, load_run, typed_run
-from agentrl.workflow.analysis.run_health import list_update_troubles
+from agentrl.workflow.analysis.run_health import describe_groups, list_update_troubles
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import (
     curves,
@@ -283,12 +283,15 @@ class LanesAnswer(BaseModel):
 
 
 class IterationAnswer(BaseModel):
-    """An iteration with its optimizer steps, groups and episodes. `left_out` is the number of groups beyond the limit."""
+    """An iteration with its optimizer steps, groups and episodes. `left_out` is the number of groups beyond the limit, and
+    `counted` says how many groups there are and how many teach nothing.
+    """
 
     iteration: IterationRow
     updates: list[UpdateRow]
     groups: list[dict[str, Any]]
     left_out: int
+    counted: str
     troubles: list[TroubleAnswer]
 
 
@@ -416,6 +419,8 @@ def read_iteration(store: Store, run: int, number: int) -> Response:
     fields = {"iteration": details.iteration, "updates": details.updates, "groups": [cut_texts(row) for row in details.groups]}
     typed = typed_run(run, details.iteration.run)
     troubles = list_update_troubles(typed, details.iteration, details.updates, details.groups, details.algorithm)
+    total = len(details.groups) + details.left_out
+    fields |= {"counted": describe_groups(total, details.flat, details.right, details.iteration)}
     return answer({**fields, "left_out": details.left_out, "troubles": [asdict(trouble) for trouble in troubles]})
 
 

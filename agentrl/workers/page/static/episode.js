@@ -83,7 +83,7 @@ function EpisodeFacts({ data, row }) {
     ["advantage", row.advantage === null ? null : number(row.advantage, 4)],
     ["answer", visible(row.final_answer).slice(0, 200)],
     ["reference", visible(row.reference).slice(0, 200)],
-    ["training", typeof fate === "string" ? html`<${Badge} is=${fate} />` : null],
+    ["fate", typeof fate === "string" ? html`<${Badge} is=${fate} />` : null],
     ["sampled by", `version ${row.policy_version}${row.staleness ? `, ${number(row.staleness)} behind` : ""}`],
     ["turns", number(row.steps)],
     ["tokens", `${number(row.prompt_tokens)} read, ${number(row.sampled_tokens)} sampled`],

@@ -67,7 +67,7 @@ function Filters({ run, fixed }) {
     <${Chips} chips=${CHIPS} label="Filters" />
     ${group && html`<button type="button" class="chip" aria-pressed="true" title="Episodes with the same texts as this group" onClick=${() => setGroup("")}>texts of group ${visible(group)}</button>`}
     ${kinds.length > 0 && html`<${Select} label="error" value=${kind} onChange=${setKind} options=${[["", "any"], ...kinds.map(([name, count]) => [name, `${visible(name)} (${number(count)})`])]} />`}
-    <${Select} label="training" value=${fate} onChange=${setFate} options=${FATES.map((each) => [each, each.replaceAll("_", " ") || "all"])} />
+    <${Select} label="fate" value=${fate} onChange=${setFate} options=${FATES.map((each) => [each, each.replaceAll("_", " ") || "all"])} />
     <${Select} label="status" value=${status} onChange=${setStatus} options=${STATUSES.map((each) => [each, each.replace("_", " ") || "all"])} />
     <span class="one-line"><${Bound} label="reward from" value=${least} onChange=${setLeast} /> <${Bound} label="to" value=${most} onChange=${setMost} /></span>
     <${Search} value=${text} onChange=${setText} label="Search messages, arguments, results" />

@@ -53,7 +53,7 @@ function Siblings({ rows }) {
     { key: "reward", label: "reward", number: true, cell: ({ episode }) => number(episode.reward, 4) },
     ...parts.map((part) => ({ key: `part ${part}`, label: visible(part), number: true, cell: (row) => number(sumOf(row.parts, part), 4) })),
     { key: "advantage", label: "advantage", number: true, cell: ({ episode }) => episode.advantage === null ? "" : html`<span class=${episode.advantage > 0 ? "good" : episode.advantage < 0 ? "bad" : ""}>${number(episode.advantage, 4)}</span>` },
-    { key: "fate", label: "training", cell: (row) => html`<${Badge} is=${row.fate || row.episode.status} />` },
+    { key: "fate", label: "fate", cell: (row) => html`<${Badge} is=${row.fate || row.episode.status} />` },
     { key: "answer", label: "answer", wide: true, cell: ({ episode }) => visible(episode.final_answer).slice(0, 120) || html`<span class="bad">${visible(episode.error).slice(0, 120)}</span>` },
     { key: "turns", label: "turns", number: true, cell: ({ episode }) => number(episode.steps) },
     { key: "tokens", label: "tokens", number: true, cell: ({ episode }) => number(episode.sampled_tokens) },

@@ -29,7 +29,6 @@ export function IterationPage({ run, iteration }) {
 
 function IterationView({ run, iteration, data, runStatus }) {
   const row = data.iteration;
-  const right = data.groups.filter((group) => group.flat && group.solved).length;
   const trained = data.groups.flatMap((group) => group.episodes).filter((episode) => episode.fate === "trained").length;
   return html`<${Facts} of=${[
       ["status", html`<${Badge} is=${iterationStatus(row.status, runStatus)} />${row.skipped ? ` ${visible(row.skipped)}` : ""}`],
@@ -38,7 +37,7 @@ function IterationView({ run, iteration, data, runStatus }) {
       ["held out", row.eval_reward === null ? null : number(row.eval_reward, 3)],
       ["trained on", data.left_out || !data.updates.length ? null : `${number(trained)} of ${plural(row.episodes, "episode")}`],
       ["usable", `${number(row.trainable)} of ${plural(row.episodes, "episode")}`, "Episodes that an update may use: done, and not tainted"],
-      ["groups", groupsInWords(data, right)],
+      ["groups", data.counted],
       ["tokens", `${number(row.prompt_tokens)} read, ${number(row.sampled_tokens)} sampled`],
       ["tool calls", row.tool_calls ? `${number(row.tool_calls)}, ${number(row.tool_errors)} failed` : null],
       ["rollout", row.rollout_seconds === null ? null : seconds(row.rollout_seconds)],
@@ -56,13 +55,6 @@ function IterationView({ run, iteration, data, runStatus }) {
     <${Updates} rows=${data.updates} iteration=${row} />
     <h2>Scatter plot of the episodes</h2>
     <${Scatter} groups=${data.groups} />`;
-}
-
-/** How many groups an iteration has, and how many of them teach nothing. */
-function groupsInWords({ groups, left_out: leftOut, iteration: row }, right) {
-  const equal = (leftOut ? row.flat_groups : groups.filter((group) => group.flat).length) - right;
-  const parts = [[right, "solved with equal rewards"], [equal, "with equal rewards"], [row.dropped_groups, "dropped"], [row.more_groups, "additional"]];
-  return [number(groups.length + leftOut), ...parts.filter(([count]) => count > 0).map(([count, word]) => `${number(count)} ${word}`)].join(", ");
 }
 
 /** The numbers that are shares of the episodes or of the calls. */

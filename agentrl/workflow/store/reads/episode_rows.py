@@ -233,11 +233,13 @@ def find_last_episode(tx: Any) -> tuple[int, str] | None:
 
     If all done episodes belong to evaluations, return the newest one. Return None if no episode is done.
     """
-    query = """SELECT e.id, (SELECT name FROM runs WHERE id = e.run_id) AS run FROM episodes e
-        WHERE e.status = 'done' {} ORDER BY e.id DESC LIMIT 1"""
-    not_eval = "AND (SELECT kind FROM runs WHERE id = e.run_id) <> 'eval'"
-    rows = select_rows(tx, query.format(not_eval)) or select_rows(tx, query.format(""))
-    return (rows[0]["id"], rows[0]["run"]) if rows else None
+    last = "(SELECT id FROM episodes WHERE run_id = r.id AND status = 'done' ORDER BY id DESC LIMIT 1)"
+    query = f"SELECT r.name AS run, coalesce({last}, 0) AS last FROM runs r WHERE r.kind {{}} 'eval' ORDER BY last DESC LIMIT 1"
+    for is_eval in ("<>", "="):
+        for row in select_rows(tx, query.format(is_eval)):
+            if row["last"]:
+                return row["last"], row["run"]
+    return None
 
 
 _CALLS_OF = "WHERE episode_id = :id AND kind {kind} 'grade' ORDER BY step, call"

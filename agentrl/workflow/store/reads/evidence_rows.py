@@ -37,7 +37,7 @@ COLUMNS: Mapping[str, EvidenceColumn] = {
     "reference": EvidenceColumn("reference", "the task's reference", "reference"),
     "reward": EvidenceColumn("reward", "the reward and its parts", "reward"),
     "failed_call": EvidenceColumn("error", "the episode's error, or that of its first failed call", "errors"),
-    "fate": EvidenceColumn("training", "the episode's status, and whether an update trained on it", "status"),
+    "fate": EvidenceColumn("fate", "the episode's status, and whether an update trained on it", "status"),
     "steps": EvidenceColumn("turns", "turns of the policy", "steps"),
     "calls": EvidenceColumn("calls", "tool calls", "calls"),
     "tokens": EvidenceColumn("tokens", "tokens sampled", "tokens"),

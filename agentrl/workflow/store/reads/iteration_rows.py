@@ -85,13 +85,16 @@ returned.
 @dataclass(frozen=True, slots=True)
 class IterationDetails:
     """An iteration with its optimizer steps and groups. `left_out` is the number of groups that are missing because of the
-    limit MAX_EPISODES. `algorithm` is that of the run; None if the run does not train.
+    limit MAX_EPISODES. `flat` is the number of all groups with equal rewards, and `right` the number of these in which an
+    episode is right. `algorithm` is that of the run; None if the run does not train.
     """
 
     iteration: IterationRow
     updates: Sequence[UpdateRow]
     groups: Sequence[Mapping[str, Any]]
     left_out: int
+    flat: int
+    right: int
     algorithm: str | None
 
 
@@ -114,6 +117,7 @@ def load_iteration(tx: Any, run: str, number: int) -> IterationDetails:
         group["flat"] = group["std_reward"] == 0
         group["borrowed"] = group["run_id"] != run_row["id"]
         group["episodes"] = [{**row, "fate": fates.get(row["id"])} for row in episodes.get(group["id"], ())]
+    flat = [group["id"] for group in groups if group["std_reward"] == 0]
     return IterationDetails(
         iteration=select_values(tx, IterationRow, "WHERE id = :id", id=number_id)[0],
         updates=select_values(
@@ -121,6 +125,8 @@ def load_iteration(tx: Any, run: str, number: int) -> IterationDetails:
         ),
         groups=chosen_groups,
         left_out=len(groups) - len(chosen_groups),
+        flat=len(flat),
+        right=len(solved.intersection(flat)),
         algorithm=load_algorithms(tx, [run_row["id"]])[run_row["id"]] if iteration["kind"] == "train" else None,
     )
 

@@ -41,6 +41,17 @@ def list_resources(tx: Any, chosen: ResourceFilter, paging: Paging | None = None
     return select_page(tx, ResourceRow, conditions, values, paging or Paging(), BY_NUMBER, "id")
 
 
+@sql_read_transaction
+def load_current_texts(tx: Any, run: str, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of a run by name: those that its search chose, and without a search those of its config."""
+    texts = dict(config.get("resources") or {})  # runs older than this option lack it
+    if not texts:
+        return texts
+    query = "SELECT name, text FROM resources WHERE run_id = :id AND chosen"
+    chosen = select_rows(tx, query, id=run_id_and_name(tx, run)["id"])
+    return texts | {row["name"]: row["text"] for row in chosen}
+
+
 @dataclass(frozen=True, slots=True)
 class CriticCallFilter:
     """A filter of requests to critics by run (its name or number)."""

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.workflow.errors import AccessDenied, ConfigError, NotFoundError, ServiceError, did_you_mean
+from agentrl.workflow.runtime.limited_process import limit_processor_time
 from agentrl.workflow.runtime.warm_processes import Warm
 from agentrl.workflow.settings import Settings
-from agentrl.workflow.sql.query_process import QueryProcess, limit_processor_time, serve
+from agentrl.workflow.sql.query_process import QueryProcess, serve
 from agentrl.workflow.sql.readonly import (
     Table,
     check_text,
