@@ -517,14 +517,11 @@ class UpdateRow(
 
 
 _TRUNCATED = ", ".join(f"'{reason}'" for reason in TRUNCATED)
+_FATE_OF_KIND = {"eval": "evaluated", "fork": "forked", "search": "searched", "serve": "served", "import": "imported"}
 _FATE = f"""
     CASE WHEN e.status IN ('planned', 'running') THEN 'open'
     WHEN e.status <> 'done' THEN e.status
-    WHEN r.kind = 'eval' THEN 'evaluated'
-    WHEN r.kind = 'fork' THEN 'forked'
-    WHEN r.kind = 'search' THEN 'searched'
-    WHEN r.kind = 'serve' THEN 'served'
-    WHEN r.kind = 'import' THEN 'imported'
+    {" ".join(f"WHEN r.kind = '{kind}' THEN '{fate}'" for kind, fate in _FATE_OF_KIND.items())}
     WHEN c.id IS NULL AND i.status = 'cancelled' THEN 'cancelled'
     WHEN c.id IS NULL AND i.status <> 'done' THEN 'waiting'
     WHEN c.id IS NULL AND e.tainted THEN 'tainted'
@@ -558,6 +555,37 @@ FATES = (
 )  # fmt: skip
 """The possible outcomes of a planned episode in a run. `trained` means that an update trained on the episode. Each other
 outcome says why no update did, or why not yet.
+"""
+
+
+_KIND = "(SELECT kind FROM runs WHERE id = :run_id)"
+_DONE = f"status = 'done' AND {_KIND} NOT IN ({', '.join(map(repr, _FATE_OF_KIND))})"
+_IN_ITERATIONS = "iteration_id IN (SELECT id FROM iterations WHERE run_id = :run_id AND {})"
+_IN_GROUPS = "group_id IN (SELECT id FROM groups WHERE run_id = :run_id AND dropped {})"
+_WAITING, _CANCELLED, _SKIPPED = map(_IN_ITERATIONS.format, ("status <> 'done'", "status = 'cancelled'", "skipped <> ''"))
+_FEW, _SURPLUS, _CUT, _STRAYED = map(
+    _IN_GROUPS.format, ("<> ''", f"= '{SURPLUS}'", f"LIKE '%{CUT_OFF}%'", f"LIKE '%{DIFFERENT}%'")
+)
+NECESSARY: Mapping[str, str] = {
+    "trained": _DONE,
+    "no_variance": _DONE,
+    "strayed": f"{_DONE} AND {_STRAYED}",
+    "truncated": f"{_DONE} AND {_CUT} AND stop_reason IN ({_TRUNCATED})",
+    "too_few": f"{_DONE} AND {_FEW}",
+    "surplus": f"{_DONE} AND {_SURPLUS}",
+    "skipped": f"{_DONE} AND {_SKIPPED}",
+    "tainted": f"{_DONE} AND tainted",
+    "no_reward": f"{_DONE} AND id NOT IN (SELECT episode_id FROM consumptions WHERE run_id = :run_id AND stage = 'train')",
+    "failed": "status = 'failed'",
+    "infra_error": "status = 'infra_error'",
+    "cancelled": f"(status = 'cancelled' OR {_DONE} AND {_CANCELLED})",
+    **{fate: f"status = 'done' AND {_KIND} = '{kind}'" for kind, fate in _FATE_OF_KIND.items()},
+    "waiting": f"{_DONE} AND {_WAITING}",
+    "open": "status IN ('planned', 'running')",
+}
+"""For each fate a condition that all episodes with this fate meet, in the run `:run_id` that sampled them. It is a condition on
+the table `episodes`. It is faster to check than the fate, and is for searches, which check the fate only of the episodes that
+meet it.
 """
 
 

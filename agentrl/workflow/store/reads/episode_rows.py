@@ -23,7 +23,7 @@ from agentrl.workflow.store.reads.paging import (
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.reads.solved_rule import load_rule
 from agentrl.workflow.store.row_codecs import MAX_ID, annotation_value, episode_value, no_episode_error, step_value, task_value
-from agentrl.workflow.tables.views import FATES, CallRow, EpisodeRow, RewardRow, StepRow
+from agentrl.workflow.tables.views import FATES, NECESSARY, CallRow, EpisodeRow, RewardRow, StepRow
 from agentrl.workflow.trajectory import TRUNCATED, Episode, Step, storable
 
 SECONDS = "{seconds}"
@@ -108,7 +108,9 @@ _TESTS = {
         id IN (SELECT l.episode_id FROM v_ledger l
                WHERE l.episode_id IN ({ids}) AND l.run = :run_name AND l.fate = :fate)""",
 }
-"""The conditions that are slow to check, so that a list with one of them is searched in pieces."""
+"""The conditions that are slow to check, so that a list with one of them is searched in pieces. `_conditions` adds faster
+conditions that all rows of the list meet.
+"""
 
 
 @sql_read_transaction
@@ -162,8 +164,11 @@ def _conditions(tx: Any, chosen: EpisodeFilter) -> tuple[list[str], list[str], d
     if of_run == [OF_RUN] and ("group" in values or chosen.outcome == "newly_lost"):
         of_run = []  # these filters restrict the rows to the run; with this condition, a database would scan all its episodes
     tests, test_values = choose_conditions(chosen, _TESTS)
+    if chosen.error_class is not None:
+        conditions.append("(error_class = :error_class OR tool_errors > 0)")
     if chosen.fate is not None:
         _check_word(chosen.fate, FATES, "fate")
+        conditions.append(NECESSARY[chosen.fate])
         test_values["run_name"] = run_id_and_name(tx, chosen.run)["name"]
     if chosen.truncated is not None:
         reasons = ", ".join(f"'{reason}'" for reason in TRUNCATED)
