@@ -558,34 +558,37 @@ outcome says why no update did, or why not yet.
 """
 
 
-_KIND = "(SELECT kind FROM runs WHERE id = :run_id)"
-_DONE = f"status = 'done' AND {_KIND} NOT IN ({', '.join(map(repr, _FATE_OF_KIND))})"
-_IN_ITERATIONS = "iteration_id IN (SELECT id FROM iterations WHERE run_id = :run_id AND {})"
-_IN_GROUPS = "group_id IN (SELECT id FROM groups WHERE run_id = :run_id AND dropped {})"
-_WAITING, _CANCELLED, _SKIPPED = map(_IN_ITERATIONS.format, ("status <> 'done'", "status = 'cancelled'", "skipped <> ''"))
-_FEW, _SURPLUS, _CUT, _STRAYED = map(
-    _IN_GROUPS.format, ("<> ''", f"= '{SURPLUS}'", f"LIKE '%{CUT_OFF}%'", f"LIKE '%{DIFFERENT}%'")
+_IN_RUN = "run_id = :run_id AND (SELECT kind FROM runs WHERE id = :run_id)"
+_TRAINING = f"{_IN_RUN} = 'train'"
+_UNREAD = """NOT EXISTS (SELECT 1 FROM consumptions c
+      WHERE c.run_id = :run_id AND c.episode_id = episodes.id AND c.stage = 'train')"""
+_CANCELLED, _SKIPPED, _WAITING = (
+    f"iteration_id IN (SELECT id FROM iterations WHERE run_id = :run_id AND {condition})"
+    for condition in ("status = 'cancelled'", "skipped <> ''", "status <> 'done'")
+)
+_STRAYED, _CUT, _DROPPED, _SURPLUS = (
+    f"group_id IN (SELECT id FROM groups WHERE run_id = :run_id AND dropped {condition})"
+    for condition in (f"LIKE '%{DIFFERENT}%'", f"LIKE '%{CUT_OFF}%'", "<> ''", f"= '{SURPLUS}'")
 )
 NECESSARY: Mapping[str, str] = {
-    "trained": _DONE,
-    "no_variance": _DONE,
-    "strayed": f"{_DONE} AND {_STRAYED}",
-    "truncated": f"{_DONE} AND {_CUT} AND stop_reason IN ({_TRUNCATED})",
-    "too_few": f"{_DONE} AND {_FEW}",
-    "surplus": f"{_DONE} AND {_SURPLUS}",
-    "skipped": f"{_DONE} AND {_SKIPPED}",
-    "tainted": f"{_DONE} AND tainted",
-    "no_reward": f"{_DONE} AND id NOT IN (SELECT episode_id FROM consumptions WHERE run_id = :run_id AND stage = 'train')",
-    "failed": "status = 'failed'",
-    "infra_error": "status = 'infra_error'",
-    "cancelled": f"(status = 'cancelled' OR {_DONE} AND {_CANCELLED})",
-    **{fate: f"status = 'done' AND {_KIND} = '{kind}'" for kind, fate in _FATE_OF_KIND.items()},
-    "waiting": f"{_DONE} AND {_WAITING}",
-    "open": "status IN ('planned', 'running')",
+    "trained": _TRAINING,
+    "no_variance": _TRAINING,
+    "strayed": _STRAYED,
+    "truncated": _CUT,
+    "too_few": _DROPPED,
+    "surplus": _SURPLUS,
+    "skipped": _SKIPPED,
+    "tainted": f"{_TRAINING} AND tainted",
+    "no_reward": f"{_TRAINING} AND {_UNREAD}",
+    **{status: f"run_id = :run_id AND status = '{status}'" for status in ("failed", "infra_error")},
+    "cancelled": f"run_id = :run_id AND (status = 'cancelled' OR {_CANCELLED})",
+    **{fate: f"{_IN_RUN} = '{kind}'" for kind, fate in _FATE_OF_KIND.items()},
+    "waiting": _WAITING,
+    "open": "run_id = :run_id AND status IN ('planned', 'running')",
 }
-"""For each fate a condition that all episodes with this fate meet, in the run `:run_id` that sampled them. It is a condition on
-the table `episodes`. It is faster to check than the fate, and is for searches, which check the fate only of the episodes that
-meet it.
+"""For each fate a condition on the table `episodes`, which all episodes meet that the run `:run_id` sampled and that have this
+fate in it; episodes of other runs do not meet it. It is faster to check than the fate itself, which a search therefore checks
+only for the episodes that meet it.
 """
 
 

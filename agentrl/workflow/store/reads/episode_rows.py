@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from agentrl.workflow.errors import ConfigError, did_you_mean
 from agentrl.workflow.store.driver_reader import Row, is_sqlite, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.changes import OF_RUN, run_conditions
+from agentrl.workflow.store.reads.group_rows import fate_in_run
 from agentrl.workflow.store.reads.paging import (
     Page,
     Paging,
@@ -104,9 +105,7 @@ _DOCUMENT = "lower(CAST({column} AS TEXT)) LIKE lower(:{word}) ESCAPE '!'"
 _TESTS = {
     "error_class": f"""
         (error_class = :error_class OR tool_errors > 0 AND EXISTS (SELECT 1 {_CALLS} AND c.error_class = :error_class))""",
-    "fate": """
-        id IN (SELECT l.episode_id FROM v_ledger l
-               WHERE l.episode_id IN ({ids}) AND l.run = :run_name AND l.fate = :fate)""",
+    "fate": f"{fate_in_run('episodes.id', ':run_name')} = :fate",
 }
 """The conditions that are slow to check, so that a list with one of them is searched in pieces. `_conditions` adds faster
 conditions that all rows of the list meet.
@@ -161,7 +160,7 @@ def _conditions(tx: Any, chosen: EpisodeFilter) -> tuple[list[str], list[str], d
     """Return the filter's conditions, those that are slow to check, and the values of the parameters of both."""
     of_run, of_it = run_conditions(tx, chosen)
     conditions, values = choose_conditions(chosen, _CONDITIONS)
-    if of_run == [OF_RUN] and ("group" in values or chosen.outcome == "newly_lost"):
+    if of_run == [OF_RUN] and ("group" in values or chosen.outcome == "newly_lost" or chosen.fate is not None):
         of_run = []  # these filters restrict the rows to the run; with this condition, a database would scan all its episodes
     tests, test_values = choose_conditions(chosen, _TESTS)
     if chosen.error_class is not None:

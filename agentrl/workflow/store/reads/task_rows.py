@@ -91,13 +91,11 @@ _OUTCOMES = """,
     max(CASE WHEN solved = 1 THEN iteration END) AS last_solved,
     max(CASE WHEN solved IS NOT NULL THEN iteration END) AS last_judged"""
 _ENDS = """,
-    max(CASE WHEN newest = 1 THEN mean_reward END) AS last_reward,
-    max(CASE WHEN newest = 1 THEN mean_reward END) - max(CASE WHEN oldest = 1 THEN mean_reward END) AS change"""
+    max(CASE WHEN is_newest THEN mean_reward END) AS last_reward,
+    max(CASE WHEN is_newest THEN mean_reward END) - max(CASE WHEN is_oldest THEN mean_reward END) AS change"""
 _RANKED = """
-    (SELECT members.*,
-            row_number() OVER (PARTITION BY task_id ORDER BY mean_reward IS NULL, iteration DESC, id DESC) AS newest,
-            row_number() OVER (PARTITION BY task_id ORDER BY mean_reward IS NULL, iteration, id) AS oldest
-     FROM ({members}) members)"""
+    (SELECT members.*, lag(id) OVER later IS NULL AS is_oldest, lead(id) OVER later IS NULL AS is_newest
+     FROM ({members}) members WINDOW later AS (PARTITION BY task_id, mean_reward IS NULL ORDER BY iteration, id))"""
 _TASKS = """
     SELECT s.task_id, t.key AS task, t.reference, m.role, s.groups, s.mean_reward FROM
       (SELECT task_id, count(*) AS groups, sum(mean_reward) / count(mean_reward) AS mean_reward, min(id) AS first_group,
