@@ -101,13 +101,13 @@ def load_curves(tx: Any, run: str, after: int = 0, limit: int = MAX_ITERATIONS) 
     page = iterations[:limit]
     last = page[-1]["iteration"] if page else after
     sums = {part: _by_iteration(tx, query, run_id, after, last) for part, query in _SUMS.items()}
-    rows = [_curve_row(run_row, row, *(sums[part].get(row["id"], {}) for part in _SUMS)) for row in page]
+    rows = [_curve_row(run_row, row, *(sums[part].get(row["iteration"], {}) for part in _SUMS)) for row in page]
     closed = next((row["iteration"] - 1 for row in page if row["status"] in OPEN), last)
     return Curves(rows, load_run_evals(tx, run_id), closed, len(iterations) > limit)
 
 
 _ITERATIONS = """
-    SELECT i.id, i.number + 1 AS iteration, i.status, i.skipped, i.started_at, i.rolled_out_at, i.finished_at,
+    SELECT i.number + 1 AS iteration, i.status, i.skipped, i.started_at, i.rolled_out_at, i.finished_at,
            i.mean_reward AS reward, i.dropped_groups, i.episodes, i.trainable, i.prompt_tokens, i.sampled_tokens, i.tool_calls,
            i.tool_errors, i.update_seconds, i.peak_memory_bytes, i.tflops, i.mfu, p.version AS policy_version
     FROM iterations i JOIN policies p ON p.id = i.policy_id
@@ -119,9 +119,9 @@ _SQUARE = f"CASE WHEN abs({_DISTANCE}) < 1e-150 THEN 0.0 WHEN abs({_DISTANCE}) <
 underflows a float, even inside `avg`. Distances whose square would overflow are left out.
 """
 _GROUP_SUMS = f"""
-    SELECT i.id, count(*) AS groups, count(*) FILTER (WHERE g.std_reward = 0) AS flat_groups,
+    SELECT i.number, count(*) AS groups, count(*) FILTER (WHERE g.std_reward = 0) AS flat_groups,
            avg(CASE WHEN abs({_DISTANCE}) <= 1e150 THEN {_DISTANCE} END) AS distance, avg({_SQUARE}) AS square
-    FROM {{members}} WHERE i.run_id = :id AND i.number >= :after AND i.number < :last GROUP BY i.id"""
+    FROM {{members}} WHERE i.run_id = :id AND i.number >= :after AND i.number < :last GROUP BY i.number"""
 _OWN = "iterations i JOIN groups g ON g.iteration_id = i.id"
 _STORED = "iterations i JOIN iteration_groups l ON l.iteration_id = i.id JOIN groups g ON g.id = l.group_id"
 _AVERAGES = ", ".join(
@@ -131,13 +131,14 @@ _SUMS = {
     "own": _GROUP_SUMS.format(members=_OWN),
     "stored": _GROUP_SUMS.format(members=_STORED),
     "update": f"""
-        SELECT i.id, {_AVERAGES} FROM iterations i JOIN updates u ON u.iteration_id = i.id
-        WHERE i.run_id = :id AND i.number >= :after AND i.number < :last GROUP BY i.id""",
+        SELECT i.number, {_AVERAGES} FROM iterations i JOIN updates u ON u.iteration_id = i.id
+        WHERE i.run_id = :id AND i.number >= :after AND i.number < :last GROUP BY i.number""",
 }
+"""Sums by iteration. They are grouped by the number, in whose order an index has the iterations: nothing is sorted."""
 
 
 def _by_iteration(tx: Any, query: str, run_id: int, after: int, last: int) -> dict[int, Row]:
-    return {row["id"]: row for row in select_rows(tx, query, id=run_id, after=after, last=last)}
+    return {row["number"] + 1: row for row in select_rows(tx, query, id=run_id, after=after, last=last)}
 
 
 def _curve_row(run: Row, row: Row, own: Row, stored: Row, update: Row) -> list[Any]:
