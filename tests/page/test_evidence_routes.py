@@ -14,8 +14,8 @@ from agentrl.workflow.store import steps
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.driver_reader import Row, select_rows
 from agentrl.workflow.store.reads import evidence_rows, paging
-from agentrl.workflow.store.reads.solved_rule import MEMBERS, SolvedRule
 from agentrl.workflow.store.rollout_claims import GroupWork
+from agentrl.workflow.store.solved_rule import MEMBERS, SolvedRule
 from agentrl.workflow.store.tool_calls import record_result
 from agentrl.workflow.tables import schema
 from tests.page.test_task_routes import played

@@ -16,8 +16,8 @@ from agentrl.workflow.store.driver_reader import select_rows
 from agentrl.workflow.store.forks import Fork
 from agentrl.workflow.store.imported_runs import ImportedEpisode, write_import
 from agentrl.workflow.store.planning import Submission
-from agentrl.workflow.store.reads.solved_rule import is_solved, load_rule
 from agentrl.workflow.store.rollout_claims import Outcome
+from agentrl.workflow.store.solved_rule import is_solved, load_rule
 from agentrl.workflow.trajectory import PolicyRef
 from tests.support.played_runs import (
     EXPIRED,

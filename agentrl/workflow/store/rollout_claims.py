@@ -22,8 +22,8 @@ from agentrl.workflow.store.episode_loader import load_episodes, message_value, 
 from agentrl.workflow.store.leases import memory_hint, note_takeover
 from agentrl.workflow.store.planning import is_broken, log
 from agentrl.workflow.store.prepared_statements import PreparedStatement
-from agentrl.workflow.store.reads.solved_rule import judge_group
 from agentrl.workflow.store.run_resources import resources_of_group
+from agentrl.workflow.store.solved_rule import judge_group
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import Utc, is_lease_free, is_one_of, now_ms
 from agentrl.workflow.trajectory import OPEN, Episode, Message, PolicyRef, SamplingKey, Task, storable

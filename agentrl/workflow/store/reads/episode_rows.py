@@ -22,8 +22,8 @@ from agentrl.workflow.store.reads.paging import (
     text_order,
 )
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
-from agentrl.workflow.store.reads.solved_rule import load_rule
 from agentrl.workflow.store.row_codecs import MAX_ID, annotation_value, episode_value, no_episode_error, step_value, task_value
+from agentrl.workflow.store.solved_rule import load_rule
 from agentrl.workflow.tables.views import FATES, NECESSARY, CallRow, EpisodeRow, RewardRow, StepRow
 from agentrl.workflow.trajectory import TRUNCATED, Episode, Step, storable
 

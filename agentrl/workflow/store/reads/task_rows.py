@@ -14,7 +14,7 @@ from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_re
 from agentrl.workflow.store.reads.eval_results import load_questions
 from agentrl.workflow.store.reads.paging import cursor_error, decode_cursor, encode_cursor, escape_like, is_id, storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
-from agentrl.workflow.store.reads.solved_rule import MEMBERS, SolvedRule, load_rule
+from agentrl.workflow.store.solved_rule import MEMBERS, SolvedRule, load_rule
 from agentrl.workflow.trajectory import storable
 
 TASK_ORDERS = {
@@ -175,7 +175,9 @@ def _describe(tx: Any, rows: Sequence[Row], groups: Mapping[int, Sequence[Row]])
 
 def _choose_group(groups: Sequence[Row], column: str, choose: Any) -> Row | None:
     """Return the first group with the extreme value of a column; None if no group has a value."""
-    return choose((group for group in groups if group[column] is not None), key=lambda group: group[column], default=None)
+    some = [group for group in groups if group[column] is not None]
+    group: Row | None = choose(some, key=lambda one: one[column], default=None)
+    return group
 
 
 def _load_extremes(tx: Any, groups: Iterable[int]) -> dict[int, Row]:
@@ -188,7 +190,7 @@ def _load_extremes(tx: Any, groups: Iterable[int]) -> dict[int, Row]:
 
 
 def _extreme(group: Row | None, which: str, extremes: Mapping[int, Row]) -> dict[str, Any] | None:
-    return group and {"episode": extremes[group["id"]][which], "reward": group[f"{which}_reward"]}
+    return None if group is None else {"episode": extremes[group["id"]][which], "reward": group[f"{which}_reward"]}
 
 
 def _thin(groups: Sequence[Row]) -> list[list[Any]]:
