@@ -247,13 +247,18 @@ def _episodes(tx: Connection) -> None:
 
 
 def _score_groups(tx: Connection) -> None:
-    """The mean and spread of each group's done episodes; `std_reward` is right where it is 0, which is what is asked of it."""
+    """The rewards of each group's done episodes; `std_reward` is right where it is 0, which is what is asked of it."""
     reward = schema.episodes.c.reward
     mine = (schema.episodes.c.group_id == schema.groups.c.id) & (schema.episodes.c.status == "done")
-    mean = select(func.avg(reward)).where(mine).scalar_subquery()
-    spread = select((func.max(reward) - func.min(reward)) / 2).where(mine).scalar_subquery()
+    best, worst, mean, spread, solved = (
+        select(value).where(mine).scalar_subquery()
+        for value in (
+            *(func.max(reward), func.min(reward), func.avg(reward), (func.max(reward) - func.min(reward)) / 2),
+            case((func.max(reward) >= 1, 1), (func.max(reward).is_not(None), 0)),
+        )
+    )
     done = update(schema.groups).where(schema.groups.c.status == "done")
-    tx.execute(done.values(mean_reward=mean, std_reward=spread))
+    tx.execute(done.values(mean_reward=mean, std_reward=spread, best_reward=best, worst_reward=worst, solved=solved))
 
 
 def _steps(tx: Connection) -> None:

@@ -16,8 +16,8 @@ from agentrl.workflow.store import steps
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.driver_reader import Row, select_rows
 from agentrl.workflow.store.reads import evidence_rows, paging
-from agentrl.workflow.store.reads.solved_rule import MEMBERS, SolvedRule
 from agentrl.workflow.store.rollout_claims import GroupWork
+from agentrl.workflow.store.solved_rule import MEMBERS, SolvedRule
 from agentrl.workflow.store.tool_calls import record_result
 from agentrl.workflow.tables import schema
 from tests.page.test_task_routes import played
@@ -197,14 +197,17 @@ def lost_after(members: Sequence[Row], solved: Mapping[Any, int]) -> set[int]:
 def test_solved_groups_in_sql_agree_with_evaluations(grown: Database, rule: SolvedRule, run: str) -> None:
     rule = replace(rule, reward_sets=(1, 2))
     with grown.engine.connect() as tx:
-        tx.execute(update(schema.groups).values(task_id=1 + schema.groups.c.id % 16))  # each task in several iterations
+        tasks = 1 + schema.groups.c.id % 16  # each task in several iterations
+        tx.execute(update(schema.groups).values(task_id=tasks, solved=None))
         args = {"run_id": tx.execute(text("SELECT id FROM runs WHERE name = :run"), {"run": run}).scalar_one()}
         own = {row["id"] for row in select_rows(tx, "SELECT id FROM groups WHERE run_id = :run_id", **args)}
         members = select_rows(tx, f"SELECT * FROM ({MEMBERS}) m ORDER BY iteration, id", **args)
         episodes = select_rows(tx, "SELECT id, group_id, status, reward FROM episodes ORDER BY id")
         parts = score_at_random(tx, episodes, Random(run))
-        judged = select_rows(tx, rule.judged_groups(), **args, **rule.parameters)
+        judged = select_rows(tx, f"{rule.judged_groups()} ORDER BY iteration, id", **args, **rule.parameters)
         lost = select_rows(tx, rule.lost_groups(), **args, **rule.parameters)
+        tx.execute(update(schema.groups).values(solved=1))
+        stored = select_rows(tx, f"{rule.judged_groups()} ORDER BY iteration, id", **args, **rule.parameters)
         tx.rollback()
     done = [row for row in episodes if row["status"] == "done"]
     right = {row["group_id"] for row in done if is_right_by(rule, parts[row["id"]], row["reward"])}
@@ -215,3 +218,5 @@ def test_solved_groups_in_sql_agree_with_evaluations(grown: Database, rule: Solv
     assert {row["solved"] for row in judged if row["mean_reward"] is None} <= {None}
     assert {row["id"] for row in lost} == lost_after(members, solved) & own
     assert bool(lost) == (run == "large")
+    own_verdicts = [{**row, "verdict": 1, "solved": 1} for row in judged]
+    assert stored == (own_verdicts if run == "large" else judged), "a run that takes groups from the store judges them itself"

@@ -28,12 +28,12 @@ def answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = No
 
 def plain(value: Any) -> Any:
     """Convert a value to JSON types, in the same way as `answer`."""
-    if value is None or isinstance(value, str | bool):
+    if value is None or isinstance(value, str):
         return value
-    if isinstance(value, int):
-        return value if abs(value) <= EXACT else str(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, int):
+        return value if abs(value) <= EXACT else str(value)
     if isinstance(value, datetime):
         return value.astimezone(UTC).isoformat().replace("+00:00", "Z")
     if isinstance(value, Mapping):

@@ -164,8 +164,10 @@ class ReadOnlyStore:
 
         parts = {**CLIENT_TIMEOUTS, "connect_timeout": 5, **connection_parts(database_url(self.settings.database))}
         milliseconds = {"statement_timeout": int(STATEMENT_SECONDS * 1000), "lock_timeout": int(LOCK_SECONDS * 1000)}
+        # Starting parallel workers takes longer than most queries of the page.
+        settings = {**milliseconds, "max_parallel_workers_per_gather": 0}
         try:
-            connection = self._spare.take() or connect_postgres(parts, milliseconds)
+            connection = self._spare.take() or connect_postgres(parts, settings)
             try:
                 set_read_only(connection)
                 connection.prepare_threshold = None  # a plan for all parameters may be far slower than one for these

@@ -23,6 +23,7 @@ from agentrl.workflow.store.leases import memory_hint, note_takeover
 from agentrl.workflow.store.planning import is_broken, log
 from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.store.run_resources import resources_of_group
+from agentrl.workflow.store.solved_rule import judge_group
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import Utc, is_lease_free, is_one_of, now_ms
 from agentrl.workflow.trajectory import OPEN, Episode, Message, PolicyRef, SamplingKey, Task, storable
@@ -362,7 +363,7 @@ _OPEN_EPISODES = PreparedStatement(
 )
 _GROUP_MEMBERS = PreparedStatement(select(_EPISODES.status, _EPISODES.reward).where(_EPISODES.group_id == bindparam("group")))
 _FINISHED_ITERATION = PreparedStatement(
-    select(schema.iterations.c.id)
+    select(schema.iterations.c.id, schema.iterations.c.run_id)
     .where(schema.iterations.c.id == select(_GROUPS.iteration_id).where(_GROUPS.id == bindparam("group")).scalar_subquery())
     .with_for_update()
 )
@@ -439,10 +440,20 @@ def _close_group(tx: Connection, fence: Fence) -> CompletedWork:
     if _open_episodes(tx, fence):
         return CompletedWork(False, None)
     members = _GROUP_MEMBERS.rows(tx, {"group": fence.group})
-    mean, std = mean_and_deviation([reward for status, reward in members if status == "done"])
+    rewards = [reward for status, reward in members if status == "done"]
+    mean, std = mean_and_deviation(rewards)
     # Locked, so that of two groups that finish at once the second sees the first.
-    ((iteration_id,),) = _FINISHED_ITERATION.rows(tx, {"group": fence.group})
-    closed = {"status": "done", "mean_reward": mean, "std_reward": std, "finished_at": datetime.now(UTC), "lease_until": None}
+    ((iteration_id, run_id),) = _FINISHED_ITERATION.rows(tx, {"group": fence.group})
+    closed = {
+        "status": "done",
+        "mean_reward": mean,
+        "std_reward": std,
+        "best_reward": max(rewards, default=None),
+        "worst_reward": min(rewards, default=None),
+        "solved": judge_group(tx, run_id, fence.group) if rewards else None,
+        "finished_at": datetime.now(UTC),
+        "lease_until": None,
+    }
     _CLOSE_GROUP.run(tx, {"of_group": fence.group, "of_attempt": fence.attempt, **closed})
     return CompletedWork(True, None if _OPEN_GROUP.rows(tx, {"iteration": iteration_id}) else iteration_id)
 

@@ -518,14 +518,11 @@ class UpdateRow(
 
 
 _TRUNCATED = ", ".join(f"'{reason}'" for reason in TRUNCATED)
+_FATE_OF_KIND = {"eval": "evaluated", "fork": "forked", "search": "searched", "serve": "served", "import": "imported"}
 _FATE = f"""
     CASE WHEN e.status IN ('planned', 'running') THEN 'open'
     WHEN e.status <> 'done' THEN e.status
-    WHEN r.kind = 'eval' THEN 'evaluated'
-    WHEN r.kind = 'fork' THEN 'forked'
-    WHEN r.kind = 'search' THEN 'searched'
-    WHEN r.kind = 'serve' THEN 'served'
-    WHEN r.kind = 'import' THEN 'imported'
+    {" ".join(f"WHEN r.kind = '{kind}' THEN '{fate}'" for kind, fate in _FATE_OF_KIND.items())}
     WHEN c.id IS NULL AND i.status = 'cancelled' THEN 'cancelled'
     WHEN c.id IS NULL AND i.status <> 'done' THEN 'waiting'
     WHEN c.id IS NULL AND e.tainted THEN 'tainted'
@@ -559,6 +556,40 @@ FATES = (
 )  # fmt: skip
 """The possible outcomes of a planned episode in a run. `trained` means that an update trained on the episode. Each other
 outcome says why no update did, or why not yet.
+"""
+
+
+_IN_RUN = "run_id = :run_id AND (SELECT kind FROM runs WHERE id = :run_id)"
+_TRAINING = f"{_IN_RUN} = 'train'"
+_UNREAD = """NOT EXISTS (SELECT 1 FROM consumptions c
+      WHERE c.run_id = :run_id AND c.episode_id = episodes.id AND c.stage = 'train')"""
+_CANCELLED, _SKIPPED, _WAITING = (
+    f"iteration_id IN (SELECT id FROM iterations WHERE run_id = :run_id AND {condition})"
+    for condition in ("status = 'cancelled'", "skipped <> ''", "status <> 'done'")
+)
+_STRAYED, _CUT, _DROPPED, _SURPLUS = (
+    f"group_id IN (SELECT id FROM groups WHERE run_id = :run_id AND dropped {condition})"
+    for condition in (f"LIKE '%{DIFFERENT}%'", f"LIKE '%{CUT_OFF}%'", "<> ''", f"= '{SURPLUS}'")
+)
+NECESSARY: Mapping[str, str] = {
+    "trained": _TRAINING,
+    "no_variance": _TRAINING,
+    "strayed": _STRAYED,
+    "truncated": _CUT,
+    "too_few": _DROPPED,
+    "surplus": _SURPLUS,
+    "skipped": _SKIPPED,
+    "tainted": f"{_TRAINING} AND tainted",
+    "no_reward": f"{_TRAINING} AND {_UNREAD}",
+    **{status: f"run_id = :run_id AND status = '{status}'" for status in ("failed", "infra_error")},
+    "cancelled": f"run_id = :run_id AND (status = 'cancelled' OR {_CANCELLED})",
+    **{fate: f"{_IN_RUN} = '{kind}'" for kind, fate in _FATE_OF_KIND.items()},
+    "waiting": _WAITING,
+    "open": "run_id = :run_id AND status IN ('planned', 'running')",
+}
+"""For each fate a condition on the table `episodes`, which all episodes meet that the run `:run_id` sampled and that have this
+fate in it; episodes of other runs do not meet it. It is faster to check than the fate itself, which a search therefore checks
+only for the episodes that meet it.
 """
 
 

@@ -46,12 +46,11 @@ class ListedTask(BaseModel):
 
 
 class TasksAnswer(BaseModel):
-    """A page of tasks. `left_out` is the number of the tasks' newest groups that have too many episodes to read."""
+    """A page of tasks."""
 
     rows: list[ListedTask]
     next: str
     solved_means: str
-    left_out: int
 
 
 class TaskAnswer(BaseModel):
@@ -87,8 +86,7 @@ def list_tasks(
 ) -> Response:
     """Return the tasks of the run's groups, at most 40; by default ordered by their first group."""
     page = store.ask_about_run(run, lambda tx, name: task_rows.list_tasks(tx, name, text, sort, size, cursor, outcome))
-    fields = {"rows": cut_rows(page.rows, LISTED_CHARS), "next": page.next}
-    return answer({**fields, "solved_means": page.solved_means, "left_out": page.left_out})
+    return answer({"rows": cut_rows(page.rows, LISTED_CHARS), "next": page.next, "solved_means": page.solved_means})
 
 
 @router.get("/runs/{run}/tasks/{task}", response_model=TaskAnswer)

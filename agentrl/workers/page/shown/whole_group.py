@@ -22,8 +22,8 @@ from agentrl.workflow.store.reads.group_rows import (
     load_sibling_readers,
     load_sibling_shapes,
 )
-from agentrl.workflow.store.reads.solved_rule import is_solved
 from agentrl.workflow.store.reads.turn_rows import TOKEN_BYTES, find_removed_tokens, unpack_ids
+from agentrl.workflow.store.solved_rule import is_solved
 
 Row = Mapping[str, Any]
 TEXT_CHARS = 4000

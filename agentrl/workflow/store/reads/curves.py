@@ -11,7 +11,7 @@ from typing import Any
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.eval_results import MEASURED
 from agentrl.workflow.store.reads.paging import storable_value
-from agentrl.workflow.store.reads.run_rows import run_id_and_name
+from agentrl.workflow.store.run_names import find_run
 
 MAX_ITERATIONS = 1000
 """The maximum number of iterations in a response."""
@@ -94,34 +94,34 @@ def load_curves(tx: Any, run: str, after: int = 0, limit: int = MAX_ITERATIONS) 
         after: return only iterations with a greater number, counted from 1.
         limit: the maximum number of iterations.
     """
-    run_id = run_id_and_name(tx, run)["id"]
+    run_row = find_run(tx, run, "id, kind, reward_set")
+    run_id = run_row["id"]
     after = max(0, storable_value(after))
     iterations = select_rows(tx, _ITERATIONS, id=run_id, after=after, limit=limit + 1)
     page = iterations[:limit]
     last = page[-1]["iteration"] if page else after
     sums = {part: _by_iteration(tx, query, run_id, after, last) for part, query in _SUMS.items()}
-    rows = [_curve_row(row, *(sums[part].get(row["id"], {}) for part in _SUMS)) for row in page]
+    rows = [_curve_row(run_row, row, *(sums[part].get(row["iteration"], {}) for part in _SUMS)) for row in page]
     closed = next((row["iteration"] - 1 for row in page if row["status"] in OPEN), last)
     return Curves(rows, load_run_evals(tx, run_id), closed, len(iterations) > limit)
 
 
 _ITERATIONS = """
-    SELECT i.id, i.number + 1 AS iteration, i.status, i.skipped, i.started_at, i.rolled_out_at, i.finished_at,
+    SELECT i.number + 1 AS iteration, i.status, i.skipped, i.started_at, i.rolled_out_at, i.finished_at,
            i.mean_reward AS reward, i.dropped_groups, i.episodes, i.trainable, i.prompt_tokens, i.sampled_tokens, i.tool_calls,
-           i.tool_errors, i.update_seconds, i.peak_memory_bytes, i.tflops, i.mfu, p.version AS policy_version, r.kind,
-           r.reward_set
-    FROM iterations i JOIN runs r ON r.id = i.run_id JOIN policies p ON p.id = i.policy_id
+           i.tool_errors, i.update_seconds, i.peak_memory_bytes, i.tflops, i.mfu, p.version AS policy_version
+    FROM iterations i JOIN policies p ON p.id = i.policy_id
     WHERE i.run_id = :id AND i.number >= :after ORDER BY i.number LIMIT :limit"""
 
-_DISTANCE = "CASE WHEN abs(g.mean_reward - i.mean_reward) <= 1e150 THEN g.mean_reward - i.mean_reward END"
-_SQUARE = f"CASE WHEN abs({_DISTANCE}) >= 1e-150 THEN ({_DISTANCE}) * ({_DISTANCE}) WHEN {_DISTANCE} IS NOT NULL THEN 0.0 END"
+_DISTANCE = "(g.mean_reward - i.mean_reward)"
+_SQUARE = f"CASE WHEN abs({_DISTANCE}) < 1e-150 THEN 0.0 WHEN abs({_DISTANCE}) <= 1e150 THEN {_DISTANCE} * {_DISTANCE} END"
 """The SQL for the square of a distance. Small distances are treated as 0, because Postgres raises an error if a result
-underflows a float, even inside `avg`.
+underflows a float, even inside `avg`. Distances whose square would overflow are left out.
 """
 _GROUP_SUMS = f"""
-    SELECT i.id, count(*) AS groups, count(*) FILTER (WHERE g.std_reward = 0) AS flat_groups,
-           avg({_DISTANCE}) AS distance, avg({_SQUARE}) AS square
-    FROM {{members}} WHERE i.run_id = :id AND i.number >= :after AND i.number < :last GROUP BY i.id"""
+    SELECT i.number, count(*) AS groups, count(*) FILTER (WHERE g.std_reward = 0) AS flat_groups,
+           avg(CASE WHEN abs({_DISTANCE}) <= 1e150 THEN {_DISTANCE} END) AS distance, avg({_SQUARE}) AS square
+    FROM {{members}} WHERE i.run_id = :id AND i.number >= :after AND i.number < :last GROUP BY i.number"""
 _OWN = "iterations i JOIN groups g ON g.iteration_id = i.id"
 _STORED = "iterations i JOIN iteration_groups l ON l.iteration_id = i.id JOIN groups g ON g.id = l.group_id"
 _AVERAGES = ", ".join(
@@ -131,18 +131,19 @@ _SUMS = {
     "own": _GROUP_SUMS.format(members=_OWN),
     "stored": _GROUP_SUMS.format(members=_STORED),
     "update": f"""
-        SELECT i.id, {_AVERAGES} FROM iterations i JOIN updates u ON u.iteration_id = i.id
-        WHERE i.run_id = :id AND i.number >= :after AND i.number < :last GROUP BY i.id""",
+        SELECT i.number, {_AVERAGES} FROM iterations i JOIN updates u ON u.iteration_id = i.id
+        WHERE i.run_id = :id AND i.number >= :after AND i.number < :last GROUP BY i.number""",
 }
+"""Sums by iteration. They are grouped by the number, in whose order an index has the iterations: nothing is sorted."""
 
 
 def _by_iteration(tx: Any, query: str, run_id: int, after: int, last: int) -> dict[int, Row]:
-    return {row["id"]: row for row in select_rows(tx, query, id=run_id, after=after, last=last)}
+    return {row["number"] + 1: row for row in select_rows(tx, query, id=run_id, after=after, last=last)}
 
 
-def _curve_row(row: Row, own: Row, stored: Row, update: Row) -> list[Any]:
-    groups, by_default = own or stored, bool(own) or row["reward_set"] == "default"  # groups know the rewards of no other set
-    spread, closed = _deviation(groups) if by_default else None, row["status"] not in OPEN and row["kind"] != "serve"
+def _curve_row(run: Row, row: Row, own: Row, stored: Row, update: Row) -> list[Any]:
+    groups, by_default = own or stored, bool(own) or run["reward_set"] == "default"  # groups know the rewards of no other set
+    spread, closed = _deviation(groups) if by_default else None, row["status"] not in OPEN and run["kind"] != "serve"
     low, high = (None, None) if spread is None or row["reward"] is None else (row["reward"] - spread, row["reward"] + spread)
     sums = {name: row[name] if closed else None for name in ("prompt_tokens", "sampled_tokens", "tool_calls", "tool_errors")}
     values: dict[str, Any] = {
@@ -156,7 +157,7 @@ def _curve_row(row: Row, own: Row, stored: Row, update: Row) -> list[Any]:
         "tokens": row["prompt_tokens"] + row["sampled_tokens"] if closed else None,
         "length": _share(sums["sampled_tokens"], row["episodes"]),
         "tool_error_rate": _share(sums["tool_errors"], row["tool_calls"]),
-        "staleness": row["iteration"] - 1 - row["policy_version"] if own and row["kind"] == "train" else None,
+        "staleness": row["iteration"] - 1 - row["policy_version"] if own and run["kind"] == "train" else None,
         "seconds": _seconds(row["started_at"], row["finished_at"]),
         "rollout_seconds": _seconds(row["started_at"], row["rolled_out_at"]),
     }

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from agentrl.workflow.errors import ConfigError, did_you_mean
 from agentrl.workflow.store.driver_reader import Row, is_sqlite, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.changes import OF_RUN, run_conditions
+from agentrl.workflow.store.reads.group_rows import fate_in_run
 from agentrl.workflow.store.reads.paging import (
     Page,
     Paging,
@@ -21,11 +22,11 @@ from agentrl.workflow.store.reads.paging import (
     text_order,
 )
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
-from agentrl.workflow.store.reads.solved_rule import load_rule
 from agentrl.workflow.store.reads.turn_rows import find_removed_tokens
 from agentrl.workflow.store.row_codecs import MAX_ID, annotation_value, episode_value, no_episode_error, step_value, task_value
+from agentrl.workflow.store.solved_rule import load_rule
 from agentrl.workflow.store.stored_tokens import RemovedTokens
-from agentrl.workflow.tables.views import FATES, CallRow, EpisodeRow, RewardRow, StepRow
+from agentrl.workflow.tables.views import FATES, NECESSARY, CallRow, EpisodeRow, RewardRow, StepRow
 from agentrl.workflow.trajectory import TRUNCATED, Episode, Step, storable
 
 SECONDS = "{seconds}"
@@ -106,11 +107,11 @@ _DOCUMENT = "lower(CAST({column} AS TEXT)) LIKE lower(:{word}) ESCAPE '!'"
 _TESTS = {
     "error_class": f"""
         (error_class = :error_class OR tool_errors > 0 AND EXISTS (SELECT 1 {_CALLS} AND c.error_class = :error_class))""",
-    "fate": """
-        id IN (SELECT l.episode_id FROM v_ledger l
-               WHERE l.episode_id IN ({ids}) AND l.run = :run_name AND l.fate = :fate)""",
+    "fate": f"{fate_in_run('episodes.id', ':run_name')} = :fate",
 }
-"""The conditions that are slow to check, so that a list with one of them is searched in pieces."""
+"""The conditions that are slow to check, so that a list with one of them is searched in pieces. `_conditions` adds faster
+conditions that all rows of the list meet.
+"""
 
 
 @sql_read_transaction
@@ -161,11 +162,14 @@ def _conditions(tx: Any, chosen: EpisodeFilter) -> tuple[list[str], list[str], d
     """Return the filter's conditions, those that are slow to check, and the values of the parameters of both."""
     of_run, of_it = run_conditions(tx, chosen)
     conditions, values = choose_conditions(chosen, _CONDITIONS)
-    if of_run == [OF_RUN] and ("group" in values or chosen.outcome == "newly_lost"):
+    if of_run == [OF_RUN] and ("group" in values or chosen.outcome == "newly_lost" or chosen.fate is not None):
         of_run = []  # these filters restrict the rows to the run; with this condition, a database would scan all its episodes
     tests, test_values = choose_conditions(chosen, _TESTS)
+    if chosen.error_class is not None:
+        conditions.append("(error_class = :error_class OR tool_errors > 0)")
     if chosen.fate is not None:
         _check_word(chosen.fate, FATES, "fate")
+        conditions.append(NECESSARY[chosen.fate])
         test_values["run_name"] = run_id_and_name(tx, chosen.run)["name"]
     if chosen.truncated is not None:
         reasons = ", ".join(f"'{reason}'" for reason in TRUNCATED)

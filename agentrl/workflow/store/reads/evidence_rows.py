@@ -69,7 +69,8 @@ class Evidence:
 def list_evidence(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) -> Evidence:
     """Return a page of `list_episodes` as evidence."""
     page = list_episodes(tx, chosen, paging)
-    total = None if page.searched is None else count_episodes(tx, chosen)
+    is_whole = not (page.next or (paging and (paging.cursor or paging.offset)))
+    total = page.searched if is_whole or page.searched is None else count_episodes(tx, chosen)
     return Evidence(add_evidence(tx, run_id_and_name(tx, chosen.run)["name"], page.rows), page.next, page.searched, total)
 
 

@@ -146,8 +146,18 @@ def load_sibling_parts(tx: Any, episodes: Sequence[int]) -> dict[int, list[Row]]
 
 def load_sibling_fates(tx: Any, run: str, episodes: Sequence[int]) -> dict[int, str]:
     """Return each episode's outcome in the run, by episode id."""
-    query = f"SELECT episode_id, fate FROM v_ledger WHERE episode_id IN ({among(episodes)}) AND run = :run"
-    return {row["episode_id"]: row["fate"] for row in select_rows(tx, query, run=run)}
+    query = f"SELECT id, {fate_in_run('e.id', ':run')} AS fate FROM episodes e WHERE id IN ({among(episodes)})"
+    return {row["id"]: row["fate"] for row in select_rows(tx, query, run=run)}
+
+
+def fate_in_run(episode: str, run: str) -> str:
+    """Return the SQL of an episode's outcome in a run, NULL if it has none there. `episode` and `run` are the SQL of the
+    episode's id and of the run's name.
+
+    It is a subquery for each episode. In a join with the episodes, Postgres without statistics would begin with the run, and
+    read all of its groups.
+    """
+    return f"(SELECT l.fate FROM v_ledger l WHERE l.episode_id = {episode} AND l.run = {run} LIMIT 1)"
 
 
 def load_sibling_readers(tx: Any, episodes: Sequence[int], run_id: int) -> list[Row]:

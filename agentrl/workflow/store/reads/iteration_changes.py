@@ -11,7 +11,7 @@ from agentrl.workflow.store.reads.eval_results import load_task_texts
 from agentrl.workflow.store.reads.evidence_rows import count_error_classes, load_evidence
 from agentrl.workflow.store.reads.iteration_rows import find_iteration
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
-from agentrl.workflow.store.reads.solved_rule import MEMBERS
+from agentrl.workflow.store.solved_rule import MEMBERS
 from agentrl.workflow.trajectory import TRUNCATED
 
 MAX_TASKS = 8

@@ -22,7 +22,7 @@ from agentrl.workflow.store.reads.paging import (
 )
 from agentrl.workflow.store.reads.run_details import load_algorithms
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
-from agentrl.workflow.store.reads.solved_rule import load_rule
+from agentrl.workflow.store.solved_rule import load_rule
 from agentrl.workflow.tables.views import IterationRow, UpdateRow
 
 ITERATION_ORDERS = {"iteration": "iteration"}

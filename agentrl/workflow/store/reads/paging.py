@@ -132,8 +132,7 @@ def search_page(
     own: str,
     table: str,
 ) -> Page[R]:
-    """Return a page like `select_page`, but only with rows that also meet `tests`: SQL conditions that are slow to check. In
-    `tests`, `{ids}` stands for the ids of the rows that are being checked.
+    """Return a page like `select_page`, but only with rows that also meet `tests`: SQL conditions that are slow to check.
 
     The rows are checked in the list's order, window after window, until the page is full or PIECE_SECONDS have passed. So a
     page may have few rows, or none, and still be followed by another page. The time limit does not apply until `paging.offset`
@@ -234,8 +233,7 @@ class _Search:
         ids = [one[1] for one in window]
         if not self._tests or not ids:
             return set(ids)
-        tests = " AND ".join(self._tests).replace("{ids}", among(ids))
-        query = f"SELECT id FROM {self._table} WHERE id IN ({among(ids)}) AND {tests}"
+        query = f"SELECT id FROM {self._table} WHERE id IN ({among(ids)}) AND {' AND '.join(self._tests)}"
         return {row["id"] for row in select_rows(self._tx, query, **self._parameters)}
 
 

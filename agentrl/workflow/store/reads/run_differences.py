@@ -12,7 +12,7 @@ from agentrl.workflow.store.reads.eval_results import load_task_texts
 from agentrl.workflow.store.reads.run_details import find_config, load_summaries
 from agentrl.workflow.store.reads.run_rows import describe_run
 from agentrl.workflow.store.reads.run_seconds import load_run_seconds
-from agentrl.workflow.store.reads.solved_rule import MEMBERS
+from agentrl.workflow.store.solved_rule import MEMBERS
 
 MAX_TASKS = 50
 """The most tasks in the result."""

@@ -14,9 +14,9 @@ from agentrl.workflow.store.reads.paging import (
     select_page,
     select_values,
 )
-from agentrl.workflow.store.reads.solved_rule import load_rule
 from agentrl.workflow.store.row_codecs import MAX_ID
 from agentrl.workflow.store.run_names import find_run
+from agentrl.workflow.store.solved_rule import load_rule
 from agentrl.workflow.tables.views import RunRow
 from agentrl.workflow.trajectory import storable
 

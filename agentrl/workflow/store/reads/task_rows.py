@@ -14,13 +14,13 @@ from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_re
 from agentrl.workflow.store.reads.eval_results import load_questions
 from agentrl.workflow.store.reads.paging import cursor_error, decode_cursor, encode_cursor, escape_like, is_id, storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
-from agentrl.workflow.store.reads.solved_rule import MEMBERS, SolvedRule, load_rule
+from agentrl.workflow.store.solved_rule import MEMBERS, SolvedRule, load_rule
 from agentrl.workflow.trajectory import storable
 
 TASK_ORDERS = {
-    "id": "s.task_id", "task": "t.key", "reference": "t.reference", "role": "m.role", "groups": "groups",
-    "reward": "mean_reward", "change": "change", "last": "last_reward", "first_solved": "s.first_solved",
-    "last_solved": "s.last_solved", "best": "ends.best", "worst": "ends.worst",
+    "id": "s.task_id", "task": "t.key", "reference": "t.reference", "role": "m.role", "groups": "s.groups",
+    "reward": "s.mean_reward", "change": "s.change", "last": "s.last_reward", "first_solved": "s.first_solved",
+    "last_solved": "s.last_solved", "best": "s.best", "worst": "s.worst",
 }  # fmt: skip
 """The names by which the list can be sorted, each with its column. `change` is the last mean reward less the first one."""
 TASK_OUTCOMES = {
@@ -31,7 +31,7 @@ TASK_OUTCOMES = {
 """The outcomes by which the list can be filtered, each with its condition."""
 MAX_TASKS = 40
 MAX_EPISODES = 20_000
-"""The maximum number of episodes that are read for a page. If there are more, those of the first groups are read."""
+"""The maximum number of episodes in a response about one task."""
 POINTS = 60
 MAX_GROUPS = 1000
 """The maximum number of a task's groups in a response. If there are more, the newest are returned."""
@@ -45,13 +45,11 @@ class TasksPage:
     Args:
         next: the cursor of the following page.
         solved_means: a sentence that says when a group counts as solved.
-        left_out: the number of newest groups of these tasks whose episodes were not read, because there are too many episodes.
     """
 
     rows: Sequence[Mapping[str, Any]]
     next: str
     solved_means: str
-    left_out: int
 
 
 @sql_read_transaction
@@ -72,12 +70,10 @@ def list_tasks(
     texts = ("t.key", "t.reference", "CAST(t.messages AS TEXT)")
     matches = " OR ".join(f"lower({column}) LIKE lower(:text) ESCAPE '!'" for column in texts)
     conditions = [*([f"({matches})"] if text else []), *([TASK_OUTCOMES[outcome]] if outcome else [])]
-    needs_outcome = bool(outcome) or "solved" in order
+    needs_outcome, needs_ends = bool(outcome) or "solved" in order, order.startswith(("s.change", "s.last_reward"))
     query = _TASKS.format(
-        members=rule.judged_groups() if needs_outcome else MEMBERS,
-        outcomes=f", {_OUTCOMES}" * needs_outcome,
-        judged=", s.first_solved, s.last_solved, s.last_judged" * needs_outcome,
-        joins=_ENDS * ("ends." in order),
+        groups=(_RANKED if needs_ends else "({members})").format(members=rule.judged_groups() if needs_outcome else MEMBERS),
+        sums=_OUTCOMES * needs_outcome + _ENDS * needs_ends,
         where=f"WHERE {' AND '.join(conditions)}" * bool(conditions),
         order=order,
     )
@@ -85,31 +81,26 @@ def list_tasks(
     args |= {"text": f"%{escape_like(storable(text))}%"} if text else {}
     selected = select_rows(tx, query, **args | (rule.parameters if needs_outcome else {}))
     rows, more = selected[:size], len(selected) > size
-    groups = _load_groups(tx, run_id, [row["task_id"] for row in rows])
-    tasks, left_out = _describe(tx, run_id, rule, rows, groups)
+    groups = _load_groups(tx, run_id, rule, [row["task_id"] for row in rows])
     following = encode_cursor(KIND, digest, offset + size) if more else ""
-    return TasksPage(tasks, following, rule.words, left_out)
+    return TasksPage(_describe(tx, rows, groups), following, rule.words)
 
 
-_OUTCOMES = """
+_OUTCOMES = """,
     sum(solved) AS solved, min(CASE WHEN solved = 1 THEN iteration END) AS first_solved,
     max(CASE WHEN solved = 1 THEN iteration END) AS last_solved,
     max(CASE WHEN solved IS NOT NULL THEN iteration END) AS last_judged"""
-_ENDS = f"""
-    LEFT JOIN (SELECT g.task_id, max(e.reward) AS best, min(e.reward) AS worst FROM ({MEMBERS}) g
-               JOIN episodes e ON e.group_id = g.id AND e.status = 'done' GROUP BY g.task_id) ends
-      ON ends.task_id = s.task_id"""
+_ENDS = """,
+    max(CASE WHEN is_newest THEN mean_reward END) AS last_reward,
+    max(CASE WHEN is_newest THEN mean_reward END) - max(CASE WHEN is_oldest THEN mean_reward END) AS change"""
+_RANKED = """
+    (SELECT members.*, lag(id) OVER later IS NULL AS is_oldest, lead(id) OVER later IS NULL AS is_newest
+     FROM ({members}) members WINDOW later AS (PARTITION BY task_id, mean_reward IS NULL ORDER BY iteration, id))"""
 _TASKS = """
-    SELECT s.task_id, t.key AS task, t.reference, m.role, s.groups, s.mean_reward, s.last_reward, s.change {judged} FROM
+    SELECT s.task_id, t.key AS task, t.reference, m.role, s.groups, s.mean_reward FROM
       (SELECT task_id, count(*) AS groups, sum(mean_reward) / count(mean_reward) AS mean_reward, min(id) AS first_group,
-              max(CASE WHEN newest = 1 THEN mean_reward END) AS last_reward,
-              max(CASE WHEN newest = 1 THEN mean_reward END) - max(CASE WHEN oldest = 1 THEN mean_reward END) AS change
-              {outcomes}
-       FROM (SELECT members.*,
-                    row_number() OVER (PARTITION BY task_id ORDER BY mean_reward IS NULL, iteration DESC, id DESC) AS newest,
-                    row_number() OVER (PARTITION BY task_id ORDER BY mean_reward IS NULL, iteration, id) AS oldest
-             FROM ({members}) members) ranked GROUP BY task_id) s
-    JOIN tasks t ON t.id = s.task_id LEFT JOIN run_tasks m ON m.run_id = :run_id AND m.task_id = s.task_id {joins}
+              max(best_reward) AS best, min(worst_reward) AS worst {sums} FROM {groups} members GROUP BY task_id) s
+    JOIN tasks t ON t.id = s.task_id LEFT JOIN run_tasks m ON m.run_id = :run_id AND m.task_id = s.task_id
     {where} ORDER BY {order} LIMIT :limit OFFSET :offset"""
 
 
@@ -140,70 +131,71 @@ def _parse_cursor(cursor: str, digest: str) -> int:
     raise cursor_error(cursor)
 
 
-def _load_groups(tx: Any, run_id: int, tasks: Iterable[int]) -> dict[int, list[Row]]:
-    chosen = among(tasks)
-    query = f"SELECT * FROM ({MEMBERS}) members WHERE task_id IN ({chosen}) ORDER BY iteration, id"
+def _load_groups(tx: Any, run_id: int, rule: SolvedRule, tasks: Iterable[int]) -> dict[int, list[Row]]:
+    """Return the judged groups of these tasks, oldest first, by task."""
+    judged = rule.judged_groups(f"m.task_id IN ({among(tasks)})")
+    columns = "id, task_id, iteration, mean_reward, std_reward, best_reward, worst_reward, solved"
+    query = f"SELECT {columns} FROM ({judged}) judged ORDER BY iteration, id"
     by_task: dict[int, list[Row]] = {}
-    for row in select_rows(tx, query, run_id=run_id):
+    for row in select_rows(tx, query, run_id=run_id, **rule.parameters):
         by_task.setdefault(row["task_id"], []).append(row)
     return by_task
 
 
-def _describe(
-    tx: Any, run_id: int, rule: SolvedRule, rows: Sequence[Row], groups: Mapping[int, Sequence[Row]]
-) -> tuple[list[dict[str, Any]], int]:
-    """Return the tasks with values of their groups and episodes, and the number of groups whose episodes were not read. If the
-    rows have outcomes, the groups are not judged again.
-    """
-    tasks = [row["task_id"] for row in rows]
-    ids = sorted(group["id"] for its in groups.values() for group in its)
-    ends, questions = _load_ends(tx, ids), load_questions(tx, tasks)
-    outcomes = {row["task_id"]: row for row in rows}
-    if not all("last_judged" in row for row in rows):
-        judged = rule.judged_groups(f"m.task_id IN ({among(tasks)})")
-        query = f"SELECT task_id, {_OUTCOMES} FROM ({judged}) judged GROUP BY task_id"
-        outcomes = {row["task_id"]: row for row in select_rows(tx, query, run_id=run_id, **rule.parameters)}
+def _describe(tx: Any, rows: Sequence[Row], groups: Mapping[int, Sequence[Row]]) -> list[dict[str, Any]]:
+    """Return the tasks with the values of their groups."""
+    rewarded = {task: [group for group in its if group["mean_reward"] is not None] for task, its in groups.items()}
+    best = {task: _choose_group(its, "best_reward", max) for task, its in rewarded.items()}
+    worst = {task: _choose_group(its, "worst_reward", min) for task, its in rewarded.items()}
+    extremes = _load_extremes(tx, [group["id"] for chosen in (best, worst) for group in chosen.values() if group])
+    questions = load_questions(tx, [row["task_id"] for row in rows])
     described = []
     for row in rows:
-        mine, of_task = groups.get(row["task_id"], ()), outcomes.get(row["task_id"], {})
-        its = [ends[group["id"]] for group in mine if group["id"] in ends]
-        first, last = of_task.get("first_solved"), of_task.get("last_solved")
-        outcome = {
-            "first_solved": first,
-            "last_solved": last,
-            "never_solved": first is None,
-            "unlearned": last is not None and last < of_task["last_judged"],
-        }
-        more = {"question": questions.get(row["task_id"], ""), "points": _thin(mine)}
-        extremes = {"best": _chosen(its, max, "best"), "worst": _chosen(its, min, "worst")}
-        described.append({**row, **more, **outcome, **extremes})
-        described[-1].pop("last_judged", None)
-    return described, len(ids) - len(ends)
+        task = row["task_id"]
+        its = rewarded.get(task, ())
+        judged = [group["iteration"] for group in its if group["solved"] is not None]
+        solved = [group["iteration"] for group in its if group["solved"]]
+        described.append(
+            {
+                **row,
+                "question": questions.get(task, ""),
+                "points": _thin(its),
+                "last_reward": its[-1]["mean_reward"] if its else None,
+                "change": its[-1]["mean_reward"] - its[0]["mean_reward"] if its else None,
+                "first_solved": solved[0] if solved else None,
+                "last_solved": solved[-1] if solved else None,
+                "never_solved": not solved,
+                "unlearned": bool(solved) and solved[-1] < judged[-1],
+                "best": _extreme(best.get(task), "best", extremes),
+                "worst": _extreme(worst.get(task), "worst", extremes),
+            }
+        )
+    return described
 
 
-def _load_ends(tx: Any, groups: Sequence[int]) -> dict[int, Row]:
-    if not groups:
-        return {}
-    (first,) = select_rows(tx, "SELECT count(*) AS size FROM episodes WHERE group_id = :id", id=groups[0])
-    read = groups[: max(1, MAX_EPISODES // max(1, first["size"]))]
-    done = "FROM episodes WHERE group_id = g.id AND status = 'done' ORDER BY reward"
-    ends = {"best": f"{done} DESC, id LIMIT 1", "worst": f"{done}, id LIMIT 1"}
-    columns = ", ".join(f"(SELECT id {end}) AS {name}, (SELECT reward {end}) AS {name}_reward" for name, end in ends.items())
-    query = f"SELECT g.id, {columns} FROM groups g WHERE g.id IN ({among(read)})"
+def _choose_group(groups: Sequence[Row], column: str, choose: Any) -> Row | None:
+    """Return the first group with the extreme value of a column; None if no group has a value."""
+    some = [group for group in groups if group[column] is not None]
+    group: Row | None = choose(some, key=lambda one: one[column], default=None)
+    return group
+
+
+def _load_extremes(tx: Any, groups: Iterable[int]) -> dict[int, Row]:
+    """Return the ids of the `best` and the `worst` episode of each group."""
+    done = "SELECT e.id FROM episodes e WHERE e.group_id = g.id AND e.status = 'done' ORDER BY e.reward"
+    query = f"""
+        SELECT g.id, ({done} DESC, e.id LIMIT 1) AS best, ({done}, e.id LIMIT 1) AS worst
+        FROM groups g WHERE g.id IN ({among(groups)})"""
     return {row["id"]: row for row in select_rows(tx, query)}
 
 
-def _chosen(groups: Sequence[Row], choose: Any, which: str) -> dict[str, Any] | None:
-    some = [group for group in groups if group[which] is not None]
-    if not some:
-        return None
-    chosen = choose(some, key=lambda group: group[f"{which}_reward"])
-    return {"episode": chosen[which], "reward": chosen[f"{which}_reward"]}
+def _extreme(group: Row | None, which: str, extremes: Mapping[int, Row]) -> dict[str, Any] | None:
+    return None if group is None else {"episode": extremes[group["id"]][which], "reward": group[f"{which}_reward"]}
 
 
 def _thin(groups: Sequence[Row]) -> list[list[Any]]:
-    """Return [iteration, mean reward] of at most POINTS groups: of every Nth group that has a reward, and of the newest."""
-    points = [[group["iteration"], group["mean_reward"]] for group in groups if group["mean_reward"] is not None]
+    """Return [iteration, mean reward] of at most POINTS groups: of every Nth group, and of the newest."""
+    points = [[group["iteration"], group["mean_reward"]] for group in groups]
     stride = -(-len(points) // (POINTS - 1))
     return points if len(points) <= POINTS else [*points[:-1:stride], points[-1]]
 
@@ -219,19 +211,19 @@ def load_task(tx: Any, run: str, task: int) -> dict[str, Any]:
     role = select_rows(
         tx, "SELECT role FROM run_tasks WHERE run_id = :id AND task_id = :task", id=run_row["id"], task=storable_value(task)
     )
-    groups = _load_groups(tx, run_row["id"], [task]).get(task, ()) if tasks else ()
+    rule = load_rule(tx, run_row["id"])
+    groups = _load_groups(tx, run_row["id"], rule, [task]) if tasks else {}
     if not (role or groups):
         raise NotFoundError(f"{run_row['name']!r} has no task {task}.", f"agentrl episodes {run_row['name']}")
-    newest_groups = groups[-MAX_GROUPS:]
-    rule = load_rule(tx, run_row["id"])
-    (described,), left_out = _describe(tx, run_row["id"], rule, tasks, {task: newest_groups})
+    (described,) = _describe(tx, tasks, groups)
+    newest_groups = groups.get(task, [])[-MAX_GROUPS:]
     episodes = _load_group_episodes(tx, [group["id"] for group in newest_groups])
     return {
         **described,
         "role": role[0]["role"] if role else None,
         "solved_means": rule.words,
         "groups": [{**group, "episodes": episodes.get(group["id"], ())} for group in newest_groups],
-        "left_out": len(groups) - len(newest_groups) + left_out,
+        "left_out": len(groups.get(task, ())) - len(newest_groups),
     }
 
 

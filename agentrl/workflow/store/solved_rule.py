@@ -3,6 +3,10 @@
 An episode is right if all decisive parts of its reward have their full value. `stats.evaluation.is_right`, which evaluations
 use too, says which parts are decisive. If no part is decisive, an episode is right if its reward is 1 or more. A group is
 solved if one of its episodes is right.
+
+The rule of a run that samples never changes, nor do the rewards of an ended group in the reward set `default`, by which it
+samples. So `groups.solved` is written once, when the group ends. It is the verdict of the run that sampled the group: a run
+that takes the group from the store may have another reward set, and judges it itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,13 +17,16 @@ from agentrl.workflow.stats.evaluation import FULL_VALUE, is_right
 from agentrl.workflow.store.driver_reader import among, select_rows
 from agentrl.workflow.trajectory import storable
 
-MEMBERS = """
-    SELECT g.id, g.task_id, i.number + 1 AS iteration, g.mean_reward, g.std_reward FROM iterations i
+_REWARDS = "g.mean_reward, g.std_reward, g.best_reward, g.worst_reward"
+MEMBERS = f"""
+    SELECT g.id, g.task_id, i.number + 1 AS iteration, {_REWARDS}, g.solved AS verdict FROM iterations i
     JOIN groups g ON g.iteration_id = i.id WHERE i.run_id = :run_id
     UNION ALL
-    SELECT g.id, g.task_id, i.number + 1, g.mean_reward, g.std_reward FROM iterations i
+    SELECT g.id, g.task_id, i.number + 1, {_REWARDS}, NULL FROM iterations i
     JOIN iteration_groups l ON l.iteration_id = i.id JOIN groups g ON g.id = l.group_id WHERE i.run_id = :run_id"""
-"""The SQL of the groups of the run `:run_id`, those that it sampled and those that it took from the store."""
+"""The SQL of the groups of the run `:run_id`, those that it sampled and those that it took from the store. `verdict` is whether
+the group is solved, as stored at its end by the rule of the run that sampled it: 1 or 0; NULL if it must be judged.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +73,28 @@ class SolvedRule:
             return f"({verdict} AND {is_full})"
         return f"(CASE WHEN EXISTS (SELECT 1 {of_env}) THEN {is_full} ELSE {verdict} END)"
 
-    def judged_groups(self, condition: str = "1 = 1") -> str:
-        """Return the SQL of the run's groups (MEMBERS) with the column `solved`: 1 or 0, or NULL if the group has no reward.
-        `condition` is an SQL condition on the groups, whose alias is `m`.
+    def verdict(self, group: str) -> str:
+        """Return the SQL of whether a group is solved: 1 or 0. `group` is the SQL of the group's id.
 
-        The form of the SQL makes both databases look up the episodes of these groups only, and those of a group only until one
-        is right. With an EXISTS instead of the LIMIT, Postgres would judge all episodes of the database. With a condition on
-        `status`, which is indexed, Postgres without statistics would look up all done episodes for each group; an episode has a
-        stop reason if and only if it is done. Without MATERIALIZED, SQLite would judge a group again for each use of `solved`.
+        The form of the SQL makes both databases look up the episodes of this group only, and only until one is right. With an
+        EXISTS instead of the LIMIT, Postgres would judge all episodes of the database. With a condition on `status`, which is
+        indexed, Postgres without statistics would look up all done episodes for each group; an episode has a stop reason if and
+        only if it is done.
         """
         return f"""
-            WITH judged AS MATERIALIZED (SELECT m.*, CASE WHEN m.mean_reward IS NOT NULL THEN coalesce((
-              SELECT 1 FROM episodes e WHERE e.group_id = m.id AND e.stop_reason IS NOT NULL AND {self.condition("e")}
-              LIMIT 1), 0) END AS solved
-            FROM ({MEMBERS}) m WHERE {condition}) SELECT * FROM judged"""
+            coalesce((SELECT 1 FROM episodes e WHERE e.group_id = {group} AND e.stop_reason IS NOT NULL
+                      AND {self.condition("e")} LIMIT 1), 0)"""
+
+    def judged_groups(self, condition: str = "1 = 1") -> str:
+        """Return the SQL of the run's groups (MEMBERS) with the column `solved`: 1 or 0, or NULL if the group has no reward.
+        `condition` is an SQL condition on the groups, whose alias is `m`. Only groups without a stored verdict are judged.
+
+        Without MATERIALIZED, SQLite would judge a group again for each use of `solved`.
+        """
+        return f"""
+            WITH judged AS MATERIALIZED (
+              SELECT m.*, coalesce(m.verdict, CASE WHEN m.mean_reward IS NOT NULL THEN {self.verdict("m.id")} END) AS solved
+              FROM ({MEMBERS}) m WHERE {condition}) SELECT * FROM judged"""
 
     def lost_groups(self, condition: str = "1 = 1") -> str:
         """Return the SQL of the ids of the groups that the run sampled and that are not solved, although the previous group of
@@ -117,6 +132,15 @@ def is_solved(tx: Any, run_id: int, group: int) -> bool:
     rule = load_rule(tx, run_id)
     rows = select_rows(tx, rule.judged_groups("m.id = :group"), run_id=run_id, group=group, **rule.parameters)
     return bool(rows and rows[0]["solved"])
+
+
+def judge_group(tx: Any, run_id: int, group: int) -> int:
+    """Return 1 if an episode of the group is right by the rule of the run, else 0. Call this inside a transaction, after the
+    rewards of the group's last episode were written.
+    """
+    rule = load_rule(tx, run_id)
+    (row,) = select_rows(tx, f"SELECT {rule.verdict(':group')} AS solved", group=group, **rule.parameters)
+    return int(row["solved"])
 
 
 def load_rule(tx: Any, run_id: int, name: str = "") -> SolvedRule:
