@@ -4,9 +4,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from decimal import Decimal
+from typing import Any
 
 import pytest
-from sqlalchemy import select, text, update
+from sqlalchemy import event, select, text, update
 from sqlalchemy.exc import IntegrityError
 
 from agentrl.workers.requests.submit import submission_of
@@ -221,6 +222,21 @@ def test_heartbeat_keeps_group_lease(database: Database) -> None:
     work = claim(database, group, lease=EXPIRED)
     assert rollout_claims.extend_leases(database, [work.fence], LEASE) == {group}
     assert rollout_claims.claim_group(database, group, "host:2", LEASE) is None
+
+
+def test_heartbeat_renews_all_leases_in_one_statement(database: Database) -> None:
+    """Rows stay locked until the commit. With a statement for each lease, a group's own commit would wait for all others."""
+    fences = [claim(database, group).fence for group in start(database, submission(tasks=4, tasks_per_iteration=4))]
+    statements: list[str] = []
+
+    def note(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
+        statements.append(statement)
+
+    event.listen(database.engine, "before_cursor_execute", note)
+    held = rollout_claims.extend_leases(database, [*fences, replace(fences[0], attempt=9)], LEASE)
+    event.remove(database.engine, "before_cursor_execute", note)
+    assert held == {fence.group for fence in fences}
+    assert [statement.split()[:2] for statement in statements] == [["UPDATE", "groups"]]
 
 
 def test_group_lost_with_five_workers_is_poison(database: Database) -> None:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, ColumnElement, Connection, Select, bindparam, case, func, select, update
+from sqlalchemy import BigInteger, Column, ColumnElement, Connection, Select, bindparam, case, func, select, tuple_, update
 
 from agentrl.workflow.errors import Fenced
 from agentrl.workflow.rewards import Part
@@ -282,20 +282,18 @@ def find_ready_iteration(tx: Connection, group: int) -> int | None:
 
 @transaction
 def extend_leases(tx: Connection, fences: Sequence[Fence], lease_seconds: float) -> set[int]:
-    """Renew the leases of these claims, and return the ids of the groups that the claims still hold."""
-    held = set()
-    for fence in fences:
-        extended = tx.execute(
-            update(schema.groups)
-            .where(
-                schema.groups.c.id == fence.group, schema.groups.c.attempt == fence.attempt, schema.groups.c.status == "running"
-            )
-            .where(schema.groups.c.worker != "")  # not handed back in between
-            .values(lease_until=now_ms() + int(lease_seconds * 1000))
-        )
-        if extended.rowcount:
-            held.add(fence.group)
-    return held
+    """Renew the leases of these claims, and return the ids of the groups that the claims still hold.
+
+    All are renewed in one statement: until the commit, their rows are locked, and the groups' own commits wait.
+    """
+    extended = tx.execute(
+        update(schema.groups)
+        .where(tuple_(_GROUPS.id, _GROUPS.attempt).in_([(fence.group, fence.attempt) for fence in fences]))
+        .where(_GROUPS.status == "running", _GROUPS.worker != "")  # not handed back in between
+        .values(lease_until=now_ms() + int(lease_seconds * 1000))
+        .returning(_GROUPS.id)
+    )
+    return set(extended.scalars())
 
 
 @transaction
