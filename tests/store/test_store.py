@@ -4,10 +4,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from decimal import Decimal
-from typing import Any
 
 import pytest
-from sqlalchemy import event, select, text, update
+from sqlalchemy import select, text, update
 from sqlalchemy.exc import IntegrityError
 
 from agentrl.workers.requests.submit import submission_of
@@ -224,19 +223,27 @@ def test_heartbeat_keeps_group_lease(database: Database) -> None:
     assert rollout_claims.claim_group(database, group, "host:2", LEASE) is None
 
 
-def test_heartbeat_renews_all_leases_in_one_statement(database: Database) -> None:
-    """Rows stay locked until the commit. With a statement for each lease, a group's own commit would wait for all others."""
-    fences = [claim(database, group).fence for group in start(database, submission(tasks=4, tasks_per_iteration=4))]
-    statements: list[str] = []
-
-    def note(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
-        statements.append(statement)
-
-    event.listen(database.engine, "before_cursor_execute", note)
-    held = rollout_claims.extend_leases(database, [*fences, replace(fences[0], attempt=9)], LEASE)
-    event.remove(database.engine, "before_cursor_execute", note)
-    assert held == {fence.group for fence in fences}
-    assert [statement.split()[:2] for statement in statements] == [["UPDATE", "groups"]]
+@pytest.mark.parametrize("marks", [False, True])
+def test_heartbeats_and_send_marks_hold_no_lock_while_they_wait(postgres: Database, marks: bool) -> None:
+    """One group's long commit must not hold up the commits of other groups."""
+    groups = start(postgres, submission(tasks=4, tasks_per_iteration=4))
+    fences = [claim(postgres, group).fence for group in groups]
+    lock = select(tables.groups.c.id).with_for_update(key_share=True)
+    with ThreadPoolExecutor(1) as pool:
+        with postgres.engine.begin() as tx:
+            tx.execute(lock.where(tables.groups.c.id == groups[-1]))
+            if marks:
+                writing = pool.submit(planning.mark_groups_sent, postgres, groups)
+            else:
+                writing = pool.submit(rollout_claims.extend_leases, postgres, fences, LEASE)
+            while not value(postgres, "SELECT count(*) FROM pg_locks WHERE NOT granted"):
+                assert not writing.done()
+            free = lock.with_for_update(nowait=True, key_share=True).where(tables.groups.c.id != groups[-1])
+            with postgres.engine.begin() as other:
+                assert len(other.execute(free).all()) == 3
+        held = writing.result()
+    assert held == (None if marks else set(groups))
+    assert values(postgres, "SELECT sends FROM groups") == [1 + marks] * 4
 
 
 def test_group_lost_with_five_workers_is_poison(database: Database) -> None:
