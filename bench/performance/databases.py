@@ -19,18 +19,28 @@ from agentrl.workflow.store.migrate import upgrade
 @contextmanager
 def both() -> Iterator[dict[str, Database]]:
     """`sqlite` and `postgres`, migrated and empty, and analysed by nobody; gone afterwards."""
+    with one_postgres(autovacuum="off") as (postgres, log):
+        sqlite = Database(f"sqlite:///{log.parent.parent / 'agentrl.db'}")
+        try:
+            upgrade(sqlite)
+            yield {"sqlite": sqlite, "postgres": postgres}
+        finally:
+            sqlite.close()
+
+
+@contextmanager
+def one_postgres(**settings: str) -> Iterator[tuple[Database, Path]]:
+    """A Postgres with these settings, migrated and empty, and the file of its log; gone afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="arl-bench-", dir="/tmp"))  # short: a socket's name may have 104 bytes
     server = get_server(folder / "postgres")
     url = make_url(server.get_uri()).set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
-    databases = {"sqlite": Database(f"sqlite:///{folder / 'agentrl.db'}"), "postgres": Database(url)}
+    database = Database(url)
     try:
-        _say(databases["postgres"], "ALTER SYSTEM SET autovacuum = off", "SELECT pg_reload_conf()")
-        for database in databases.values():
-            upgrade(database)
-        yield databases
+        _say(database, *(f"ALTER SYSTEM SET {name} = '{value}'" for name, value in settings.items()), "SELECT pg_reload_conf()")
+        upgrade(database)
+        yield database, Path(server.log)
     finally:
-        for database in databases.values():
-            database.close()
+        database.close()
         server.stop()
         shutil.rmtree(folder)
 
@@ -64,9 +74,15 @@ def processor(database: Database) -> Callable[[], float]:
     """A clock of the processor seconds that this process and the database's server have taken."""
     if database.is_sqlite:
         return time.process_time
+    server = server_processor(database)
+    return lambda: time.process_time() + server()
+
+
+def server_processor(database: Database) -> Callable[[], float]:
+    """A clock of the processor seconds that a Postgres server has taken."""
     with database.read() as tx:
         server = int(_stat(tx.execute(text("SELECT pg_backend_pid()")).scalar_one())[1])
-    return lambda: time.process_time() + _ticks(server) / os.sysconf("SC_CLK_TCK")
+    return lambda: _ticks(server) / os.sysconf("SC_CLK_TCK")
 
 
 def _ticks(server: int) -> int:

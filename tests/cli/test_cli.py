@@ -51,6 +51,7 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import open_database
 from agentrl.workflow.store.planning import Submission
 from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
+from agentrl.workflow.store.train_claims import IterationWork
 from agentrl.workflow.store.train_commits import UpdateRecord
 from agentrl.workflow.trajectory import CallRecord, Message, PolicyRef, Step, StepRecord, Task, ToolCall, ToolResult
 from tests.conftest import forget_process, missing
@@ -96,7 +97,8 @@ def run(data: Database) -> str:
         for sample, episode in enumerate(work.episodes):
             _play(data, work, episode.id, reward=float(sample))
     train = train_claims.claim_iteration(data, iteration, "test:1", 30)
-    assert train is not None
+    assert isinstance(train, IterationWork)
+    train = train_claims.load_work(data, train)
     credit = {e.id: (1.0 if e.reward else -1.0) for group in train.groups for e in group.episodes}
     train_commits.commit_update(
         data, train, UpdateRecord([{"loss": 0.25, "rows": 4, "tokens": 40}], credit, path="x", sha256="y"), 3

@@ -282,6 +282,7 @@ class World(RuleBasedStateMachine):
             if next(self.number) % 3:  # else who planned them dies before they are sent
                 self.dispatch(iteration)
             return
+        work = train_claims.load_work(self.db, work)
         assert work.policy.version == work.number, "an update starts from what the one before it published"
         episodes = [episode for group in work.groups for episode in group.episodes]
         assert [episode for episode in episodes if episode.status not in TERMINAL] == []

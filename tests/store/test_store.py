@@ -223,6 +223,29 @@ def test_heartbeat_keeps_group_lease(database: Database) -> None:
     assert rollout_claims.claim_group(database, group, "host:2", LEASE) is None
 
 
+@pytest.mark.parametrize("marks", [False, True])
+def test_heartbeats_and_send_marks_hold_no_lock_while_they_wait(postgres: Database, marks: bool) -> None:
+    """One group's long commit must not hold up the commits of other groups."""
+    groups = start(postgres, submission(tasks=4, tasks_per_iteration=4))
+    fences = [claim(postgres, group).fence for group in groups]
+    lock = select(tables.groups.c.id).with_for_update(key_share=True)
+    with ThreadPoolExecutor(1) as pool:
+        with postgres.engine.begin() as tx:
+            tx.execute(lock.where(tables.groups.c.id == groups[-1]))
+            if marks:
+                writing = pool.submit(planning.mark_groups_sent, postgres, groups)
+            else:
+                writing = pool.submit(rollout_claims.extend_leases, postgres, fences, LEASE)
+            while not value(postgres, "SELECT count(*) FROM pg_locks WHERE NOT granted"):
+                assert not writing.done()
+            free = lock.with_for_update(nowait=True, key_share=True).where(tables.groups.c.id != groups[-1])
+            with postgres.engine.begin() as other:
+                assert len(other.execute(free).all()) == 3
+        held = writing.result()
+    assert held == (None if marks else set(groups))
+    assert values(postgres, "SELECT sends FROM groups") == [1 + marks] * 4
+
+
 def test_group_lost_with_five_workers_is_poison(database: Database) -> None:
     group, _ = start(database, submission())
     for _ in range(MAX_LOSSES):

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from sqlalchemy import text, update
@@ -16,6 +17,7 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import eval_results, iteration_rows, ledger
 from agentrl.workflow.store.rollout_claims import MAX_LOSSES
 from agentrl.workflow.tables import schema as tables
+from agentrl.workflow.trajectory import Group
 from tests.support.played_runs import (
     EXPIRED,
     LEASE,
@@ -46,6 +48,23 @@ def test_train_claim_needs_terminal_groups_and_is_exclusive(database: Database) 
     assert [len(group.episodes) for group in work.groups] == [2, 2]
     assert all(len(episode.steps) == 1 for group in work.groups for episode in group.episodes)
     assert train_claims.claim_iteration(database, iteration, "trainer:2", LEASE) is None
+
+
+def test_train_claim_is_committed_before_its_episodes_are_read(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a second trainer would wait for the row's lock as long as the first one reads."""
+    for group in start(database, submission()):
+        play(database, group)
+    iteration = planning.open_iterations(database, 1)[0]
+    read, meanwhile = train_claims.load_groups, []
+
+    def load_groups(*wanted: Any) -> tuple[Group, ...]:
+        meanwhile.append(train_claims.claim_iteration(database, iteration, "trainer:other", LEASE))
+        return read(*wanted)
+
+    monkeypatch.setattr(train_claims, "load_groups", load_groups)
+    work = claim_training(database, iteration)
+    assert meanwhile == [None]
+    assert [len(group.episodes) for group in work.groups] == [2, 2]
 
 
 def test_train_claim_by_second_trainer_fences_first(database: Database) -> None:

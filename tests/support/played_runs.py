@@ -136,7 +136,7 @@ def claim_training(db: Database, iteration: int, lease: float = LEASE) -> Iterat
     """The claim of an iteration that is free."""
     work = train_claims.claim_iteration(db, iteration, f"trainer:{next(_workers)}", lease)
     assert isinstance(work, IterationWork)
-    return work
+    return train_claims.load_work(db, work)
 
 
 def update_of(work: IterationWork, **fields: Any) -> UpdateRecord:

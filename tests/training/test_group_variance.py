@@ -60,7 +60,8 @@ def begin(db: Database, *rewards: float, tasks: int = 8, limit: int = 3, **field
 
 def asked(db: Database, iteration: int) -> IterationWork | MoreGroupsPlanned | None:
     """What a train job gets that comes now."""
-    return train_claims.claim_iteration(db, iteration, "trainer:1", LEASE)
+    work = train_claims.claim_iteration(db, iteration, "trainer:1", LEASE)
+    return train_claims.load_work(db, work) if isinstance(work, IterationWork) else work
 
 
 def sample_on(db: Database, iteration: int, reward: float) -> None:

@@ -68,6 +68,7 @@ def _train_claimed(work: IterationWork) -> None:
     fenced = threading.Event()
     heartbeat().hold_iteration(work.id, work.token, fenced.set)
     try:
+        work = train_claims.load_work(database(), work)
         published = _run_iteration(work, fenced)
     except Fenced as error:
         log.info("%s", error)

@@ -11,12 +11,12 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, ScalarSelect, Select, exists, func, select, update
+from sqlalchemy import ColumnElement, Connection, ScalarSelect, Select, Update, exists, func, select, update
 
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import CheckpointError, ConflictError, StateError
 from agentrl.workflow.store.agent_attempts import lose_agents
-from agentrl.workflow.store.connect import insert, read_transaction, transaction
+from agentrl.workflow.store.connect import Database, insert, read_transaction, transaction
 from agentrl.workflow.store.episode_loader import clean_tree, message_row, split_in_parts
 from agentrl.workflow.store.forks import Fork, insert_fork
 from agentrl.workflow.store.iterations import epochs_of, insert_iteration, iterations_per_epoch, staleness_of
@@ -335,16 +335,41 @@ def db_clock_ms(tx: Connection) -> int:
     return int(tx.execute(select(now_ms())).scalar_one())
 
 
-@transaction
-def mark_groups_sent(tx: Connection, groups: Sequence[int], sent_ms: int | None = None) -> None:
+def mark_groups_sent(db: Database, groups: Sequence[int], sent_ms: int | None = None) -> None:
     """Add one to the number of messages of each group, and store the time of sending.
+
+    Workers may have claimed some of the groups already. So the groups that are not locked are marked first, and each other
+    group in its own transaction. Otherwise, all marked groups would stay locked while one group's commit is awaited.
 
     Args:
         sent_ms: the database's time (`db_clock_ms`) before the message was sent; None for the current time. With a later time,
             the control loop would wait for a message that a lost worker has already received.
     """
-    marks = {"sent_ms": now_ms() if sent_ms is None else sent_ms, "sends": schema.groups.c.sends + 1}
-    tx.execute(update(schema.groups).where(schema.groups.c.id.in_(groups)).values(marks))
+    marked = _mark_unlocked_groups(db, groups, sent_ms)
+    for group in groups:
+        if group not in marked:
+            _mark_group(db, group, sent_ms)
+
+
+@transaction
+def _mark_unlocked_groups(tx: Connection, groups: Sequence[int], sent_ms: int | None) -> set[int]:
+    marked = _mark_sent(sent_ms).where(schema.groups.c.id.in_(select_unlocked_groups(groups)))
+    return set(tx.execute(marked.returning(schema.groups.c.id)).scalars())
+
+
+@transaction
+def _mark_group(tx: Connection, group: int, sent_ms: int | None) -> None:
+    tx.execute(_mark_sent(sent_ms).where(schema.groups.c.id == group))
+
+
+def _mark_sent(sent_ms: int | None) -> Update:
+    return update(schema.groups).values(sent_ms=now_ms() if sent_ms is None else sent_ms, sends=schema.groups.c.sends + 1)
+
+
+def select_unlocked_groups(groups: Sequence[int]) -> Select[tuple[int]]:
+    """Select and lock those of these groups that no other transaction has locked. The selection waits for no lock."""
+    ids = schema.groups.c.id
+    return select(ids).where(ids.in_(groups)).with_for_update(skip_locked=True, key_share=True)
 
 
 @transaction

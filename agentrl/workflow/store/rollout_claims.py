@@ -11,16 +11,16 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, ColumnElement, Connection, Select, bindparam, case, func, select, update
+from sqlalchemy import BigInteger, Column, ColumnElement, Connection, Select, bindparam, case, func, select, tuple_, update
 
 from agentrl.workflow.errors import Fenced
 from agentrl.workflow.rewards import Part
 from agentrl.workflow.stats.group_variance import mean_and_deviation
 from agentrl.workflow.store.blocked_runs import awaits_maker
-from agentrl.workflow.store.connect import read_transaction, transaction
+from agentrl.workflow.store.connect import Database, read_transaction, transaction
 from agentrl.workflow.store.episode_loader import load_episodes, message_value, reward_rows, task_value
 from agentrl.workflow.store.leases import memory_hint, note_takeover
-from agentrl.workflow.store.planning import is_broken, log
+from agentrl.workflow.store.planning import is_broken, log, select_unlocked_groups
 from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.store.run_resources import resources_of_group
 from agentrl.workflow.store.solved_rule import judge_group
@@ -281,22 +281,32 @@ def find_ready_iteration(tx: Connection, group: int) -> int | None:
     return None if any(row.status in OPEN for row in rows) else int(rows[0].iteration_id)
 
 
-@transaction
-def extend_leases(tx: Connection, fences: Sequence[Fence], lease_seconds: float) -> set[int]:
-    """Renew the leases of these claims, and return the ids of the groups that the claims still hold."""
-    held = set()
+def extend_leases(db: Database, fences: Sequence[Fence], lease_seconds: float) -> set[int]:
+    """Renew the leases of these claims, and return the ids of the groups that the claims still hold.
+
+    The groups that are not locked come first, and each other group has its own transaction. Otherwise, all renewed groups would
+    stay locked while one group's commit is awaited.
+    """
+    held = _extend_leases(db, fences, lease_seconds, select_unlocked_groups([fence.group for fence in fences]))
     for fence in fences:
-        extended = tx.execute(
-            update(schema.groups)
-            .where(
-                schema.groups.c.id == fence.group, schema.groups.c.attempt == fence.attempt, schema.groups.c.status == "running"
-            )
-            .where(schema.groups.c.worker != "")  # not handed back in between
-            .values(lease_until=now_ms() + int(lease_seconds * 1000))
-        )
-        if extended.rowcount:
-            held.add(fence.group)
+        if fence.group not in held:
+            held |= _extend_leases(db, [fence], lease_seconds, [fence.group])
     return held
+
+
+@transaction
+def _extend_leases(
+    tx: Connection, fences: Sequence[Fence], lease_seconds: float, groups: Select[tuple[int]] | list[int]
+) -> set[int]:
+    """Renew the leases of those claims whose groups are among `groups`; return the ids of these groups."""
+    extended = tx.execute(
+        update(schema.groups)
+        .where(tuple_(_GROUPS.id, _GROUPS.attempt).in_([(fence.group, fence.attempt) for fence in fences]))
+        .where(_GROUPS.id.in_(groups), _GROUPS.status == "running", _GROUPS.worker != "")  # not handed back in between
+        .values(lease_until=now_ms() + int(lease_seconds * 1000))
+        .returning(_GROUPS.id)
+    )
+    return set(extended.scalars())
 
 
 @transaction

@@ -1,17 +1,17 @@
 """Claims of iterations for training. If too few groups of an iteration have variance, more groups are planned instead.
 
 The claim increments a token, and the commit checks that token (`train_commits`). So the commit of an outdated trainer is
-rejected.
+rejected. The episodes are read after the claim's commit: to read many takes long, and the claim locks the iteration's row.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import Connection, func, select, update
 
 from agentrl.workflow.stats.group_variance import groups_to_plan, varies
-from agentrl.workflow.store.connect import transaction
+from agentrl.workflow.store.connect import read_transaction, transaction
 from agentrl.workflow.store.episode_loader import members_of
 from agentrl.workflow.store.iterations import dynamic_sampling_of, insert_more_groups, wanted_groups
 from agentrl.workflow.store.leases import memory_hint, note_takeover
@@ -28,9 +28,10 @@ class IterationWork:
     """The data that a train job needs of one iteration.
 
     `policy` is the policy with which the update starts, including its optimizer state. `key` distinguishes the checkpoints of
-    this run from those of other runs. If `rebuilds` is True, the run's broken checkpoint must be rebuilt first, and `groups` is
-    empty. With dynamic sampling, only groups with variance are trained on (`choose_groups`), at most `max_groups` of them.
-    Without dynamic sampling, all groups are trained on, and `max_groups` is 0. `iterations` is the run's number of iterations.
+    this run from those of other runs. `groups` is empty until `load_work` has read the groups. If `rebuilds` is True, the run's
+    broken checkpoint must be rebuilt first, and `groups` stays empty. With dynamic sampling, only groups with variance are
+    trained on (`choose_groups`), at most `max_groups` of them. Without dynamic sampling, all groups are trained on, and
+    `max_groups` is 0. `iterations` is the run's number of iterations.
     """
 
     id: int
@@ -71,8 +72,8 @@ class MoreGroupsPlanned:
 def claim_iteration(
     tx: Connection, iteration: int, worker: str, lease_seconds: float
 ) -> IterationWork | MoreGroupsPlanned | None:
-    """Claim the iteration and load its episodes. Return None if the iteration is not ready, has ended or is claimed, or if its
-    run is not running.
+    """Claim the iteration; `load_work` then loads its episodes. Return None if the iteration is not ready, has ended or is
+    claimed, or if its run is not running.
 
     An iteration is ready if all of its groups have ended and the policy with which its update starts is published. With dynamic
     sampling, more groups are planned if too few have variance, even before that policy is published.
@@ -113,7 +114,7 @@ def _lock_ready_iteration(tx: Connection, iteration: int, worker: str, lease_sec
     )
     query = (
         select(iterations, runs.c.name, runs.c.kind, runs.c.config, runs.c.seed, runs.c.base, runs.c.base_hash)
-        .add_columns(runs.c.output_dir, runs.c.manifest, runs.c.reward_set, is_broken(runs.c.id).label("broken"))
+        .add_columns(runs.c.output_dir, runs.c.manifest, is_broken(runs.c.id).label("broken"))
         .add_columns(newest_version(runs.c.id).label("newest"), runs.c.iterations.label("planned"))
         .join(runs, runs.c.id == iterations.c.run_id)
         .where(iterations.c.id == iteration, iterations.c.status.in_(OPEN), runs.c.status == "running")
@@ -211,11 +212,20 @@ def _take_lease(tx: Connection, row: Mapping[str, Any], worker: str, lease_secon
         policy=_load_newest_policy(tx, row["run_id"], row["base"], row["base_hash"]),
         output_dir=row["output_dir"],
         key=row["manifest"].get("id", "")[:8],
-        groups=() if row["broken"] else load_groups(tx, row["id"], row["reward_set"]),
+        groups=(),
         rebuilds=row["broken"],
         iterations=row["planned"],
         max_groups=wanted_groups(tx, row["id"], row["config"]),
     )
+
+
+@read_transaction
+def load_work(tx: Connection, work: IterationWork) -> IterationWork:
+    """Return the work of a claim with the iteration's groups and their episodes."""
+    if work.rebuilds:
+        return work
+    reward_set = tx.execute(select(schema.runs.c.reward_set).where(schema.runs.c.id == work.run_id)).scalar_one()
+    return replace(work, groups=load_groups(tx, work.id, reward_set))
 
 
 def _load_newest_policy(tx: Connection, run_id: int, base: str, base_hash: str) -> PolicyRef:
