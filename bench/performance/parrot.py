@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
 
+from agentrl.workflow.chat.tiny_template import TEMPLATE
 from agentrl.workflow.datasets.arithmetic import arithmetic
-from agentrl.workflow.models.tiny import END, TEMPLATE, save_tiny, tiny_tokenizer
+from agentrl.workflow.models.tiny import END, save_tiny, tiny_tokenizer
 from agentrl.workflow.training.supervised import demonstrations, texts_of
 from bench.performance import lookup
 from bench.performance.models import CONTEXT, DEMONSTRATIONS, VOCABULARY, WIDTH, ModelName, bench_model, saved

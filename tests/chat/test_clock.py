@@ -5,8 +5,9 @@ from pathlib import Path
 
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.chat.templates import check_template, resolve_chat
+from agentrl.workflow.chat.tiny_template import TEMPLATE
 from agentrl.workflow.config import ModelConfig
-from agentrl.workflow.models.tiny import TEMPLATE, tiny_tokenizer
+from agentrl.workflow.models.tiny import tiny_tokenizer
 from agentrl.workflow.trajectory import Message
 from tests.chat.test_rendering import CALLING, QUESTION, RESULT, SCHEMA
 from tests.support.small_models import tiny_random

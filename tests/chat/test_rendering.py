@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from agentrl.workflow.chat.parsing import parse_text
 from agentrl.workflow.chat.rendering import Chat
+from agentrl.workflow.chat.tiny_template import TEMPLATE
 from agentrl.workflow.errors import ModelError
-from agentrl.workflow.models.tiny import TEMPLATE, tiny_tokenizer
+from agentrl.workflow.models.tiny import tiny_tokenizer
 from agentrl.workflow.tool_formats import AUTO
 from agentrl.workflow.trajectory import Message, ToolCall
 from tests.support.chat_families import FAMILIES, family_tokenizer

@@ -9,9 +9,10 @@ from agentrl.workers.requests.submit import prepare
 from agentrl.workflow.chat import template_process
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.chat.templates import MAX_CONFIG_BYTES, read_template, resolve_chat, source_of
+from agentrl.workflow.chat.tiny_template import TEMPLATE
 from agentrl.workflow.config import ModelConfig, build
 from agentrl.workflow.errors import ModelError
-from agentrl.workflow.models.tiny import TEMPLATE, tiny_tokenizer
+from agentrl.workflow.models.tiny import tiny_tokenizer
 from agentrl.workflow.trajectory import Message
 from tests.support.chat_families import PLAIN
 from tests.support.small_models import tiny_random

@@ -8,10 +8,11 @@ import pytest
 from agentrl.workflow.chat import rendering
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.chat.template_options import MAX_CHARACTERS, MAX_OPTIONS, check_options
+from agentrl.workflow.chat.tiny_template import TEMPLATE
 from agentrl.workflow.dialects import RequestError
 from agentrl.workflow.dialects.chat_requests import read
 from agentrl.workflow.errors import ModelError
-from agentrl.workflow.models.tiny import TEMPLATE, tiny_tokenizer
+from agentrl.workflow.models.tiny import tiny_tokenizer
 from agentrl.workflow.trajectory import Message
 from tests.support.small_models import tokenizer
 

@@ -24,10 +24,11 @@ from agentrl.workflow.chat.templates import (
     resolve_last_turn,
     source_of,
 )
+from agentrl.workflow.chat.tiny_template import TEMPLATE
 from agentrl.workflow.config import ModelConfig, build
 from agentrl.workflow.errors import ConfigError, ModelError
 from agentrl.workflow.models.policy import Policy
-from agentrl.workflow.models.tiny import TEMPLATE, tiny_tokenizer
+from agentrl.workflow.models.tiny import tiny_tokenizer
 from agentrl.workflow.tool_formats import AUTO
 from agentrl.workflow.trajectory import Message, ToolCall
 from tests.chat.test_rendering import QUESTION, RESULT, SCHEMA, plain

@@ -7,10 +7,11 @@ import pytest
 from tokenizers import AddedToken
 
 from agentrl.workflow.chat.rendering import Chat
+from agentrl.workflow.chat.tiny_template import TEMPLATE
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.inference.open_policy import open_policy
 from agentrl.workflow.models.loading import read_stop_ids
-from agentrl.workflow.models.tiny import TEMPLATE, tiny_tokenizer
+from agentrl.workflow.models.tiny import tiny_tokenizer
 from agentrl.workflow.tool_formats import AUTO
 from agentrl.workflow.training.demonstrations import Demonstration
 from agentrl.workflow.training.supervised import segments_of
