@@ -23,8 +23,8 @@ class Curve:
         run: the run's name.
         iterations: the numbers of the iterations, counted from 1.
         rewards: the mean reward of each iteration; None if no episode of the iteration was scored.
-        evals: the version and the held-out reward of each policy that was evaluated, by version. Iteration k makes version k;
-            version 0 is the policy at the start.
+        evals: the version and the held-out reward of each policy that was evaluated, sorted by version. Iteration k makes
+            version k; version 0 is the policy at the start.
     """
 
     run: str
@@ -45,7 +45,7 @@ class Curve:
 
     def to_pandas(self) -> "pandas.DataFrame":
         """Return a DataFrame with the columns `reward` and `eval`, indexed by iteration. `eval` is the held-out reward of the
-        policy that the iteration made; the row 0 has that of the policy at the start.
+        policy that the iteration made, unlike `v_iterations.eval_reward`; the row 0 has that of the policy at the start.
         """
         import pandas
 

@@ -32,7 +32,8 @@ def gc(
         ),
     ] = None,
     tokens: Annotated[
-        bool, typer.Option("--tokens", help="Remove from the database the token ids and logprobs of these runs, no files.")
+        bool,
+        typer.Option("--tokens", help="Remove the token ids and logprobs of these runs from the database, and no files."),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="With --tokens: do not ask.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")] = False,
@@ -110,7 +111,8 @@ def _remove_tokens(runs: Sequence[str], keep_last: int | None, yes: bool, dry_ru
         documents = {count.run: {name: getattr(count, name) for name in ("episodes", "steps", "bytes")} for count in counts}
         show_json({"dry_run": not removes, "bytes": {"tokens": total}, "runs": documents})
     else:
-        show(f"{_format_bytes(total)} {'were' if removes else 'would be'} removed from the database.")
+        what = f"{_format_bytes(total)} {'were' if removes else 'would be'} removed from the database."
+        show(what if removes or dry_run else "Nothing was removed.")
     if removes:
         say(SPACE_HINTS[db.is_sqlite])
 

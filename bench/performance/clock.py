@@ -3,8 +3,8 @@
 At work is a call of the model, drawing from its logits, a loss's logprobs, a backward pass, clipping and a step of the
 optimizer; everything else (Python between two calls, commits, messages, files, waiting) is not. The clocks are put around
 torch's and our own functions in this process alone; the program knows nothing of them. A call that waits for its turn to run
-Python, or for a processor, is at work all the same: `computed` has the processor seconds of the thread of each call, which is
-all that the call computes if torch has one thread. On a GPU nothing here would say when its work ends.
+Python, or for a processor, is at work all the same: `computed` has the processor seconds of the thread of each call. With one
+torch thread, that is all of the call's computing. On a GPU nothing here would say when its work ends.
 """
 
 import atexit

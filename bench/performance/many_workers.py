@@ -1,4 +1,4 @@
-"""What one Postgres and one Redis carry: 64 rollout workers, 256 tools workers and 4 trainers on a store of a million episodes.
+"""The capacity of one Postgres and one Redis: 64 rollout threads, 256 tools threads and 4 trainers, with a million episodes.
 
 All parts are real (jobs, messages, commits, the control loop) except the model: turns are scripted, and an update computes
 nothing. The workers are the threads of eight processes: two for rollouts, one for tools, one for each trainer, and one with
@@ -6,7 +6,7 @@ the control loop. There is one run for each trainer. The runs have enough groups
 with few cores, the workers' own computing reaches its limit first. So the tables have the processor time of Postgres and of
 Redis for each episode.
 
-It is measured only when asked for: the store fills in minutes and takes some 15 GB.
+It is measured only when asked for: the store fills in some 20 minutes, and takes 13 GB with its log.
 """
 
 import json
@@ -90,7 +90,7 @@ def measure() -> Measured:
 
 
 def measure_on(database: Database, log: Path, sizes: Sizes) -> Measured:
-    """The same on a store that is filled."""
+    """Measure the operations, then the phases, on a filled store."""
     costs = Costs(database)
     measure_control(costs, "a control pass over a run of all these episodes")
     planning.stop(database, "long", "paused")
@@ -106,7 +106,7 @@ def measure_on(database: Database, log: Path, sizes: Sizes) -> Measured:
 
 @contextmanager
 def store(sizes: Sizes) -> Iterator[tuple[Database, Path, float]]:
-    """A Postgres with so many finished episodes, the file of its log, and the seconds that it took to fill."""
+    """A Postgres with `sizes.finished` episodes, the file of its log, and the seconds that it took to fill."""
     settings = {
         "log_lock_waits": "on",
         "deadlock_timeout": f"{LONG_WAIT_MS}ms",

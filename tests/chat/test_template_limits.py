@@ -1,6 +1,8 @@
 """Templates that never end or fill the memory: each is refused in a sentence, and the next rendering is not disturbed."""
 
 import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -39,18 +41,18 @@ def _one_second(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_template_over_limits_is_refused_in_one_sentence(tmp_path: Path, case: str) -> None:
     folder = tiny_random(tmp_path / "model")
     (folder / "chat_template.jinja").write_text(PLAIN + HOSTILE[case])
-    with pytest.raises(ModelError, match="takes more than 1 s of processor time") as caught:
+    with pytest.raises(ModelError, match="exceeds a limit: 1 s of processor time") as caught:
         resolve_chat(ModelConfig(), folder)
-    assert caught.value.message == "The chat template takes more than 1 s of processor time or 1024 MiB of memory."
+    assert caught.value.message == "The chat template exceeds a limit: 1 s of processor time, 100 s in all, or 1 GiB of memory."
     assert "--chat-template FILE" in caught.value.hint
 
 
 def test_template_file_over_limits_is_refused_by_submit(tmp_path: Path, home: Path) -> None:
     folder, file = tiny_random(tmp_path / "model"), tmp_path / "bad.jinja"
     file.write_text(PLAIN + LOOPS)
-    with pytest.raises(ModelError, match="more than 1 s of processor time"):
+    with pytest.raises(ModelError, match="exceeds a limit: 1 s of processor time"):
         prepare(None, build({"model.path": str(folder), "dataset.name": "arithmetic", "model.chat_template": str(file)}))
-    with pytest.raises(ModelError, match="more than 1 s of processor time"):
+    with pytest.raises(ModelError, match="exceeds a limit: 1 s of processor time"):
         read_template("{{ 9 ** (9 ** 9) }}")
 
 
@@ -59,9 +61,24 @@ def test_template_that_hangs_on_one_message_refuses_it_alone() -> None:
     tokenizer.chat_template = f"{{% if messages[-1].content == 'stall' %}}{LOOPS}{{% endif %}}{PLAIN}"
     chat = Chat(tokenizer)
     expected = chat.opening([Message("user", "hello")])
-    with pytest.raises(ModelError, match="more than 1 s of processor time"):
+    with pytest.raises(ModelError, match="exceeds a limit: 1 s of processor time"):
         chat.opening([Message("user", "stall")])
     assert chat.opening([Message("user", "hello")]) == expected
+
+
+def test_template_is_rendered_again_after_foreign_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tiny_tokenizer([])
+    tokenizer.chat_template = PLAIN + "{% for i in range(2000) %}{% for j in range(2000) %}{% endfor %}{% endfor %}"
+    monkeypatch.setattr(template_process, "CPU_SECONDS", 60)
+    chat = Chat(tokenizer)
+    expected = chat.opening([Message("user", "hello")])
+    with template_process.renderers.one() as process:
+        pass
+    killer = threading.Timer(0.02, process._process.send_signal, [signal.SIGTERM])
+    killer.start()
+    assert chat.opening([Message("user", "hello")]) == expected
+    killer.join()
+    assert not process.alive
 
 
 def test_template_text_is_limited_by_its_input() -> None:

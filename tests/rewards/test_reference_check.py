@@ -100,6 +100,16 @@ def test_submit_warns_that_tiny_model_knows_one_env(tmp_path: Path, home: Path, 
         assert len([each for each in remarks if "was trained only for" in each]) == told
 
 
+def test_file_of_model_names_no_code_to_import(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_random(tmp_path / "model")
+    (folder / "training.json").write_text('{"stage": "sft", "base": "tiny", "env": "hidden_code:Env"}')
+    (tmp_path / "hidden_code.py").write_text("from agentrl.workflow.envs import Env\n")
+    monkeypatch.chdir(tmp_path)
+    remarks = prepare(None, build({"dataset.name": "arithmetic", "model.path": str(folder)})).remarks
+    assert [each for each in remarks if "was trained only for the env 'hidden_code:Env'" in each]
+    assert "hidden_code" not in sys.modules
+
+
 def test_check_sample_tries_the_same_tasks_once_until_a_change(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
 

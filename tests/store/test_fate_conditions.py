@@ -14,7 +14,7 @@ from agentrl.workflow.store.reads.episode_rows import EpisodeFilter, list_episod
 from agentrl.workflow.store.reads.paging import iterate_rows
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.schema import EPISODE_STATUS, RUN_KINDS, WORK_STATUS
-from agentrl.workflow.tables.views import FATES, NECESSARY
+from agentrl.workflow.tables.views import FATE_CONDITIONS, FATES
 from tests.support.played_runs import submission
 
 DROPPED = ("", NO_VARIANCE, SURPLUS, f"1 {CUT_OFF}", f"1 {DIFFERENT}", "too few")
@@ -55,7 +55,7 @@ def fill(tx: Connection, run: int, kind: str, random: Random) -> None:
 
 
 def test_fate_conditions_hold_for_all_episodes_of_fate(database: Database) -> None:
-    assert {*NECESSARY} == {*FATES}
+    assert {*FATE_CONDITIONS} == {*FATES}
     random, seen = Random(0), set[str]()
     for number, kind in enumerate(RUN_KINDS, 1):
         planning.submit(database, submission(kind))
@@ -66,7 +66,7 @@ def test_fate_conditions_hold_for_all_episodes_of_fate(database: Database) -> No
         for fate in FATES:
             ids = {row["episode_id"] for row in fates if row["fate"] == fate}
             with database.read() as tx:
-                query = f"SELECT id FROM episodes WHERE run_id = :run_id AND {NECESSARY[fate]}"
+                query = f"SELECT id FROM episodes WHERE run_id = :run_id AND {FATE_CONDITIONS[fate]}"
                 necessary = {row["id"] for row in select_rows(tx, query, run_id=number)}
             assert ids <= necessary, (kind, fate)
             found = iterate_rows(list_episodes, database, EpisodeFilter(kind, fate=fate))

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from agentrl.workers.jobs import tool_call
 from agentrl.workers.jobs.tool_call import run_tool
 from agentrl.workers.requests.submit import prepare
-from agentrl.workers.stack.dispatch import NO_REPLY
+from agentrl.workers.stack.dispatch import MAX_CALLS, NO_REPLY
 from agentrl.workflow.config import build
 from agentrl.workflow.envs import Env, offered_tools
 from agentrl.workflow.errors import ConfigError, InfraError, ServiceError, ToolFailure
@@ -197,7 +197,7 @@ meeting, running = [threading.Barrier(1)], list[int]()
 
 
 def counting() -> str:
-    """Waits until the others of its party run too; how many run then."""
+    """Waits until the other calls run too; returns how many run."""
     running.append(1)
     meeting[0].wait(60)
     found = len(running)
@@ -248,18 +248,37 @@ def test_failed_call_does_not_stop_others_of_message(own_database: Database) -> 
     assert values(own_database, "SELECT result FROM tool_calls ORDER BY id") == ["42", None, "42"]
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("reason", ["stopping", "redelivered"])
+def test_calls_are_sent_on_one_by_one(own_database: Database, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    work = claim(own_database, start(own_database, submission(tasks=1))[0])
+    ((*calls,),) = steps.commit_sampled(own_database, work.fence, [sampled(work, calls=(CALL, CALL))])
+    sent = list[tuple[list[int], str]]()
+    monkeypatch.setattr(tool_call, "send_calls", lambda calls, reply_to: sent.append((calls, reply_to)))
+    stopped = threading.Event()
+    monkeypatch.setattr(tool_call, "stopping", stopped)
+    if reason == "stopping":
+        stopped.set()
+    tool_call.calls.push_request(delivery_info={"redelivered": reason == "redelivered"})
+    try:
+        tool_call.calls.run(calls, "nobody")
+    finally:
+        tool_call.calls.pop_request()
+    assert sorted(sent) == [([call], "nobody") for call in calls]
+    assert values(own_database, "SELECT result FROM tool_calls") == [None, None]
+
+
+@pytest.mark.parametrize("count", [1, 2])
 def test_calls_of_message_share_slots_of_worker(own_database: Database, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     wanted = submission(tasks=1)
     config = {**wanted.config, "tools": [f"{__name__}:counting_tool"]}
     work = claim(own_database, start(own_database, replace(wanted, config=config))[0])
-    records = (replace(CALL, call=ToolCall("counting", {})),) * 6
+    records = (replace(CALL, call=ToolCall("counting", {})),) * MAX_CALLS
     ((*calls,),) = steps.commit_sampled(own_database, work.fence, [sampled(work, calls=records)])
     monkeypatch.setattr(tool_call, "_slots", None)
     tool_call.limit_calls(count)
     meeting[0] = threading.Barrier(count)
     tool_call.calls(calls, NO_REPLY)
-    assert values(own_database, "SELECT result FROM tool_calls") == [str(count)] * 6
+    assert values(own_database, "SELECT result FROM tool_calls") == [str(count)] * MAX_CALLS
 
 
 def test_submit_refuses_tool_that_machine_cannot_serve(own_database: Database, tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ def upgrade() -> None:
     for name in ("best_reward", "worst_reward"):
         op.add_column("groups", sa.Column(name, sa.Float(precision=53), nullable=True))
     op.add_column("groups", sa.Column("solved", sa.Integer(), nullable=True))
-    done = "(SELECT {}(e.reward) FROM episodes e WHERE e.group_id = groups.id AND e.status = 'done')"
-    rewards = f"best_reward = {done.format('max')}, worst_reward = {done.format('min')}"
-    op.execute(f"UPDATE groups SET {rewards} WHERE mean_reward IS NOT NULL")
+    op.execute("""
+        UPDATE groups SET best_reward = ends.best, worst_reward = ends.worst FROM (
+          SELECT group_id, max(reward) AS best, min(reward) AS worst FROM episodes WHERE status = 'done' GROUP BY group_id
+        ) ends WHERE ends.group_id = groups.id AND groups.mean_reward IS NOT NULL""")
 
 
 def downgrade() -> None:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from agentrl.workers.jobs.interpreters import Sessions
 from agentrl.workers.stack.celery_app import app, own_queue, row_id
 from agentrl.workers.stack.dispatch import MAX_CALLS, NO_REPLY, send_calls
-from agentrl.workers.stack.process import claim_name, database, worker_name
+from agentrl.workers.stack.process import claim_name, database, stopping, worker_name
 from agentrl.workers.stack.replies import Waker
 from agentrl.workflow import emitters
 from agentrl.workflow.annotations import Annotation
@@ -67,9 +67,11 @@ _running: set[int] = set()
 _running_lock = threading.Lock()
 
 
-@app.task(name="agentrl.calls", throws=(ServiceError, InfraError))
-def calls(call_ids: Sequence[int], reply_to: str) -> None:
+@app.task(name="agentrl.calls", throws=(ServiceError, InfraError), bind=True)
+def calls(self: Any, call_ids: Sequence[int], reply_to: str) -> None:
     """Run the tool calls of a message, each in a thread of its own, so that no call waits for another one or fails with it.
+
+    If the message was delivered before, one of its calls may have ended that worker. The calls are then sent again, each alone.
 
     Raises:
         ServiceError, InfraError: some calls have no result; the first error.
@@ -78,6 +80,10 @@ def calls(call_ids: Sequence[int], reply_to: str) -> None:
     if not isinstance(call_ids, list) or not 0 < len(call_ids) <= MAX_CALLS:
         raise ConfigError(f"A message must contain 1 to {MAX_CALLS} tool calls, not {call_ids!r:.100}.")
     outcomes: dict[int, Future[None]] = {row_id(call_id): Future() for call_id in call_ids}
+    if len(outcomes) > 1 and (self.request.delivery_info or {}).get("redelivered"):
+        for call_id in outcomes:
+            send_calls([call_id], reply_to)
+        return
     first, *others = [(outcome, partial(_call, call_id, reply_to)) for call_id, outcome in outcomes.items()]
     for other in others:
         threading.Thread(target=_settle, args=other, name="call").start()
@@ -96,12 +102,16 @@ def limit_calls(count: int) -> None:
 
 
 def _call(call_id: int, reply_to: str) -> None:
-    """Run the tool call unless it has a result, record the result, and wake the rollout worker at `reply_to`."""
+    """Run the tool call when a slot is free. If this process stops meanwhile, send the call to another worker instead."""
     with _slots:
-        _run_call(call_id, reply_to)
+        if stopping.is_set():
+            send_calls([call_id], reply_to)
+        else:
+            _run_call(call_id, reply_to)
 
 
 def _run_call(call_id: int, reply_to: str) -> None:
+    """Run the tool call unless it has a result, record the result, and wake the rollout worker at `reply_to`."""
     work = tool_calls.find_call(database(), call_id)
     try:
         if work is not None:

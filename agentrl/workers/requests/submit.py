@@ -207,8 +207,8 @@ def _resolve_model(experiment: Experiment, policy: PolicyRef | None) -> Starting
 
 
 def _check_size(config: ModelConfig, folder: Path) -> None:
-    """Raise ModelError if the weights exceed every memory of this machine in the smallest precision in which a worker may load
-    them.
+    """Raise ModelError if the weights, in the smallest precision in which a worker may load them, fit neither into RAM nor into
+    a GPU.
     """
     memory = largest_memory()
     if memory and any(folder.glob("*.safetensors")):
@@ -382,11 +382,9 @@ def _has_prompts_of(env: str, experiment: Experiment) -> bool:
     """Return True if the run's env has the system prompt and the tools of the env with this name."""
     if env == experiment.config.env:
         return True
-    try:
-        learned = Experiment(RunConfig(env=env))
-        return _prompt_parts(learned) == _prompt_parts(experiment)
-    except ConfigError:  # it is not on this machine
+    if env not in names("envs"):  # a model's file must not name code to import
         return False
+    return _prompt_parts(Experiment(RunConfig(env=env))) == _prompt_parts(experiment)
 
 
 def _prompt_parts(experiment: Experiment) -> tuple[str, Sequence[Any]]:

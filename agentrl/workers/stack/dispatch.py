@@ -20,8 +20,8 @@ from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.tool_calls import lost_calls
 
 NO_REPLY = ""
-MAX_CALLS = 8
-"""The most tool calls in a message. More would keep other tools workers idle."""
+MAX_CALLS = 4
+"""The most tool calls in a message. With more, one tools worker would take calls that others could run at once."""
 MAX_SENDS = 5
 """The number of sends after which a tool call is not sent again. A call that was sent so often may be killing its workers. Its
 rollout stops waiting for the call after a while.

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from ctypes import byref
 from functools import cache
 from logging import getLogger
+from pathlib import Path
 from typing import Any
 
 from agentrl.workers.stack.process import database, stopping, worker_name
@@ -23,6 +24,8 @@ from agentrl.workflow.store.reads.load_rows import SLOT_SECONDS
 log = getLogger("agentrl.machine")
 NVML = "libnvidia-ml.so.1"
 """The library of the NVIDIA driver that reports the load of GPUs. A host without it has no rows of GPUs."""
+AMD_GPU = Path("/dev/kfd")
+"""The device that a host with a GPU of AMD has."""
 MAX_GPUS = 16
 STOP_SECONDS = 5.0
 
@@ -102,7 +105,11 @@ class MachineRecorder:
 
 
 def largest_memory() -> int:
-    """Return the size of this host's memory, or of a GPU's memory if it is larger, in bytes; 0 if unknown."""
+    """Return the size of this host's memory, or of a GPU's memory if it is larger, in bytes; 0 if unknown, for example with a
+    GPU of AMD, whose memory is not read.
+    """
+    if AMD_GPU.exists():
+        return 0
     gpus = [gpu["memory_total"] or 0 for gpu in _read_gpus(NVML) or ()]
     return max([_read_memory().get("MemTotal", 0), *gpus])
 

@@ -60,8 +60,9 @@ without that thread. A tool call took five times as long too.
 """
 
 CONCURRENCY = {"rollout": 16, "tools": 64, "train": 1}
-"""The number of threads for each queue, and the number of tool calls that run at once. The numbers are high because a rollout
-job mostly waits for the engine, and a tool call for its tool. For agents, the number is a setting.
+"""The number of threads for each queue. A process with the queue `tools` runs at most as many tool calls at once as it has
+threads. The numbers are high because a rollout job mostly waits for the engine, and a tool call for its tool. For agents, the
+number is a setting.
 """
 
 

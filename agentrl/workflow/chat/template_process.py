@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from agentrl.workflow.chat.tiny_template import TEMPLATE
 from agentrl.workflow.errors import ModelError
-from agentrl.workflow.runtime.limited_process import LimitedProcess, LimitError, limit_processor_time, serve
+from agentrl.workflow.runtime.limited_process import LimitedProcess, LimitError, ProcessKilled, limit_processor_time, serve
 from agentrl.workflow.runtime.warm_processes import Warm
 
 CPU_SECONDS = 5
@@ -78,8 +78,10 @@ def _answer(source: str, values: dict[str, Any] | None, clock: str) -> str:
         return _render(source, values, clock)
     request = {"source": source, "values": values, "clock": clock, "seconds": CPU_SECONDS}
     try:
-        with renderers.one() as process:
-            answer = process.ask(request, WALL_SECONDS)
+        try:
+            answer = _ask(request)
+        except ProcessKilled:  # perhaps not because of the template
+            answer = _ask(request)
     except LimitError as error:
         raise _limit_error() from error
     if "text" in answer:
@@ -91,6 +93,11 @@ def _answer(source: str, values: dict[str, Any] | None, clock: str) -> str:
     raise _limit_error()
 
 
+def _ask(request: Mapping[str, Any]) -> dict[str, Any]:
+    with renderers.one() as process:
+        return process.ask(request, WALL_SECONDS)
+
+
 def _template_error(message: str, line: int | None) -> TemplateError:
     if line is None:
         return TemplateError(message)
@@ -100,14 +107,14 @@ def _template_error(message: str, line: int | None) -> TemplateError:
 
 
 def _limit_error() -> ModelError:
-    limits = f"{CPU_SECONDS} s of processor time or {MEMORY_BYTES >> 20} MiB of memory"
-    return ModelError(f"The chat template takes more than {limits}.", OTHER_TEMPLATE)
+    limits = f"{CPU_SECONDS} s of processor time, {WALL_SECONDS:.0f} s in all, or {MEMORY_BYTES >> 30} GiB of memory"
+    return ModelError(f"The chat template exceeds a limit: {limits}.", OTHER_TEMPLATE)
 
 
 renderers = Warm(lambda: LimitedProcess("agentrl.workflow.chat.template_process", "renders chat templates"))
 
 
-# the other end
+# the code of the child process
 
 
 def main() -> None:

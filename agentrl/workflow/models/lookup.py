@@ -190,12 +190,12 @@ def check_folder(config: ModelConfig, folder: Path) -> None:
 
 
 def check_size(folder: Path, bits: int, memory_bytes: int, device: str) -> None:
-    """Raise ModelError if the weights alone are larger than a whole memory: the system would kill the process that loads them.
-    The folder's weights are loaded with `bits` bits per number into the memory of `device`.
+    """Raise ModelError if the folder's weights, with `bits` bits per number, exceed the memory of `device`: the system would
+    kill the process that loads them.
     """
     needed = sum(map(prod, read_shapes(folder).values())) * bits // 8
     if needed > memory_bytes:
-        sizes = f"needs {needed / 2**30:,.0f} GiB for its weights; {device} has {memory_bytes / 2**30:,.0f} GiB"
+        sizes = f"needs {needed / 2**30:,.1f} GiB for its weights; {device} has {memory_bytes / 2**30:,.1f} GiB"
         raise ModelError(f"The model in {str(folder)!r} {sizes}.", "Pass a smaller model, or set model.load_in_4bit=true.")
 
 

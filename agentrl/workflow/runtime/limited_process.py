@@ -1,13 +1,14 @@
 """A process that answers requests within limits of time and memory, for work on untrusted input.
 
 This module has the code of both processes: `LimitedProcess` sends requests, and `serve` answers them. The process answers one
-request after another. A request that exceeds the limits ends the process, so some work needs no other protection: a single
-instruction that cannot be interrupted, for example.
+request after another. A request that exceeds a limit of time kills the process: some work, such as a single instruction of
+SQLite, cannot be interrupted in another way. Beyond the limit of memory, allocations fail.
 """
 
 import json
 import math
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +22,11 @@ from agentrl.workflow.errors import ServiceError
 
 
 class LimitError(Exception):
-    """A request used more processor time, time or memory than it may, and its process was killed."""
+    """A request used more processor time or wall time than it may, and its process was killed."""
+
+
+class ProcessKilled(LimitError):
+    """A signal ended the process: the request crashed it or used too much memory, or somebody else sent the signal."""
 
 
 class LimitedProcess:
@@ -46,14 +51,15 @@ class LimitedProcess:
         self, request: Mapping[str, Any], seconds: float, decode: Callable[[dict[str, Any]], Any] | None = None
     ) -> dict[str, Any]:
         """Send a request to the process, and return the answer. Both are JSON objects; `decode` is called with each object in
-        the answer. After `seconds` the process is killed. Raise LimitError if the process was killed, and ServiceError if it
-        ended in another way.
+        the answer. After `seconds` the process is killed. Raise LimitError if the request took too long, ProcessKilled if
+        another signal ended the process, and ServiceError if the process ended in another way.
         """
-        timer = threading.Timer(seconds, self._process.kill)
+        is_late = threading.Event()
+        timer = threading.Timer(seconds, self._end_late, [is_late])
         timer.start()
         try:
-            line = self._answer(json.dumps(request).encode() + b"\n")
-        except BaseException:  # its late answer would be taken for the next request's
+            line = self._answer(json.dumps(request).encode() + b"\n", is_late)
+        except BaseException:  # a late answer would be read as the answer to the next request
             self._process.kill()
             raise
         finally:
@@ -61,7 +67,11 @@ class LimitedProcess:
         answer: dict[str, Any] = json.loads(line, object_hook=decode)
         return answer
 
-    def _answer(self, request: bytes) -> bytes:
+    def _end_late(self, is_late: threading.Event) -> None:
+        is_late.set()
+        self._process.kill()
+
+    def _answer(self, request: bytes, is_late: threading.Event) -> bytes:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with suppress(BrokenPipeError):
@@ -72,7 +82,7 @@ class LimitedProcess:
             return line
         status = self._process.wait()
         if status < 0:
-            raise LimitError
+            raise LimitError if is_late.is_set() or status == -signal.SIGXCPU else ProcessKilled
         raise ServiceError(
             f"The process that {self._task} ended with exit code {status}.", "Its output is in the worker's log."
         )
@@ -83,7 +93,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         process.kill()
 
 
-# the other end
+# the code of the child process
 
 
 def serve(answer: Callable[[dict[str, Any]], str], memory_bytes: int) -> None:

@@ -367,7 +367,7 @@ def _mark_sent(sent_ms: int | None) -> Update:
 
 
 def select_unlocked_groups(groups: Sequence[int]) -> Select[tuple[int]]:
-    """Select and lock those of these groups that no other transaction has locked. The selection waits for no lock."""
+    """Return the SQL that locks those of these groups that no other transaction has locked, without waiting for a lock."""
     ids = schema.groups.c.id
     return select(ids).where(ids.in_(groups)).with_for_update(skip_locked=True, key_share=True)
 

@@ -4,9 +4,9 @@ An episode is right if all decisive parts of its reward have their full value. `
 use too, says which parts are decisive. If no part is decisive, an episode is right if its reward is 1 or more. A group is
 solved if one of its episodes is right.
 
-The rule of a run that samples never changes, nor do the rewards of an ended group in the reward set `default`, by which it
-samples. So `groups.solved` is written once, when the group ends. It is the verdict of the run that sampled the group: a run
-that takes the group from the store may have another reward set, and judges it itself.
+The rule of a run that samples is fixed. So are the rewards of an ended group in the reward set `default`, which is the one
+used while sampling. So `groups.solved` is written once, when the group ends. It is the verdict of the run that sampled the
+group: a run that takes the group from the store may have another reward set, and judges it itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -87,13 +87,15 @@ class SolvedRule:
 
     def judged_groups(self, condition: str = "1 = 1") -> str:
         """Return the SQL of the run's groups (MEMBERS) with the column `solved`: 1 or 0, or NULL if the group has no reward.
-        `condition` is an SQL condition on the groups, whose alias is `m`. Only groups without a stored verdict are judged.
+        `condition` is an SQL condition on the groups, whose alias is `m`. Only groups without a stored verdict are judged. The
+        stored verdicts are those of the reward set `default`.
 
         Without MATERIALIZED, SQLite would judge a group again for each use of `solved`.
         """
+        stored = "m.verdict" if self.reward_set == "default" else "NULL"
         return f"""
             WITH judged AS MATERIALIZED (
-              SELECT m.*, coalesce(m.verdict, CASE WHEN m.mean_reward IS NOT NULL THEN {self.verdict("m.id")} END) AS solved
+              SELECT m.*, coalesce({stored}, CASE WHEN m.mean_reward IS NOT NULL THEN {self.verdict("m.id")} END) AS solved
               FROM ({MEMBERS}) m WHERE {condition}) SELECT * FROM judged"""
 
     def lost_groups(self, condition: str = "1 = 1") -> str:

@@ -49,13 +49,13 @@ def check_tokens(tx: Connection, condition: ColumnElement[bool]) -> None:
 
 
 def hold_tokens(tx: Connection, condition: ColumnElement[bool]) -> None:
-    """Keep the tokens of these episodes until the end of the transaction, and those of the parents from which they inherit
-    steps. Raise StateError if they were removed. `condition` is an SQL condition on `episodes`.
+    """Lock the runs of these episodes, and of the parents from which they inherit steps, so that `gc --tokens` waits for the
+    end of the transaction. Raise StateError if tokens of them were removed. `condition` is an SQL condition on `episodes`.
     """
     episodes, runs = schema.episodes.c, schema.runs.c
     waiting: Any = condition
     while waiting is not None:
-        # `token_removal.mark_removed` locks these rows too: one of the two transactions sees the other's rows.
+        # `token_removal.mark_removed` locks these rows too: the second transaction sees what the first has committed.
         sources = select(runs.id).where(runs.id.in_(select(episodes.run_id).where(waiting))).order_by(runs.id)
         tx.execute(sources.with_for_update(read=True, key_share=True)).all()
         check_tokens(tx, waiting)

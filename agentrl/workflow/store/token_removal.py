@@ -1,4 +1,4 @@
-"""The removal of the tokens of chosen runs: the rows of `step_tokens`, which are most of a database.
+"""The removal of the tokens of chosen runs: the rows of `step_tokens`, which take most of a database's bytes.
 
 First the run is marked, then its rows are deleted in short transactions. A process that was killed in between is started again
 with the same command, and deletes the rest.
@@ -19,7 +19,7 @@ from agentrl.workflow.store.run_names import find_run
 from agentrl.workflow.tables import schema
 
 ENDED = ("done", "cancelled")
-"""The statuses of runs that do not need their tokens any more: no command continues them."""
+"""The statuses of runs whose tokens may be removed. After that, such a run cannot be extended."""
 STEPS_AT_ONCE = 200
 """The maximum number of steps whose tokens one transaction deletes."""
 
@@ -107,25 +107,25 @@ def _check_ended(tx: Connection, row: Any) -> None:
             f"Run {row['name']!r} is {row['status']} and needs its tokens.",
             f"End it for good first: agentrl cancel {row['name']}",
         )
-    for user in _list_users(tx, row["id"]):
-        if user.status not in ENDED:
+    for dependent in _list_dependent_runs(tx, row["id"]):
+        if dependent.status not in ENDED:
             raise StateError(
-                f"Run {user.name!r} is {user.status} and needs the tokens of {row['name']!r}.",
-                f"Wait for its end, or end it for good: agentrl cancel {user.name}",
+                f"Run {dependent.name!r} is {dependent.status} and needs the tokens of {row['name']!r}.",
+                f"Wait for its end, or end it for good: agentrl cancel {dependent.name}",
             )
 
 
-def _list_users(tx: Connection, run_id: int) -> list[Any]:
+def _list_dependent_runs(tx: Connection, run_id: int) -> list[Any]:
     """Return the id, name and status of each run that trains on the run's episodes or inherits their steps, also indirectly."""
     runs, groups, episodes = schema.runs.c, schema.groups.c, schema.episodes.c
     parents = schema.episodes.alias()
-    users: dict[int, Any] = {}
+    dependents: dict[int, Any] = {}
     waiting = {run_id}
     while waiting:
         forks = select(episodes.run_id).join(parents, parents.c.id == episodes.parent_id).where(episodes.inherited_steps > 0)
         readers = select(schema.run_groups.c.run_id).join(schema.groups, groups.id == schema.run_groups.c.group_id)
         both = runs.id.in_(forks.where(parents.c.run_id.in_(waiting))) | runs.id.in_(readers.where(groups.run_id.in_(waiting)))
         rows = {row.id: row for row in tx.execute(select(runs.id, runs.name, runs.status).where(both).order_by(runs.id))}
-        waiting = rows.keys() - users.keys()
-        users |= rows
-    return list(users.values())
+        waiting = rows.keys() - dependents.keys()
+        dependents |= rows
+    return list(dependents.values())

@@ -559,8 +559,8 @@ outcome says why no update did, or why not yet.
 """
 
 
-_IN_RUN = "run_id = :run_id AND (SELECT kind FROM runs WHERE id = :run_id)"
-_TRAINING = f"{_IN_RUN} = 'train'"
+_KIND_IN_RUN = "run_id = :run_id AND (SELECT kind FROM runs WHERE id = :run_id)"
+_TRAINING = f"{_KIND_IN_RUN} = 'train'"
 _UNREAD = """NOT EXISTS (SELECT 1 FROM consumptions c
       WHERE c.run_id = :run_id AND c.episode_id = episodes.id AND c.stage = 'train')"""
 _CANCELLED, _SKIPPED, _WAITING = (
@@ -571,7 +571,7 @@ _STRAYED, _CUT, _DROPPED, _SURPLUS = (
     f"group_id IN (SELECT id FROM groups WHERE run_id = :run_id AND dropped {condition})"
     for condition in (f"LIKE '%{DIFFERENT}%'", f"LIKE '%{CUT_OFF}%'", "<> ''", f"= '{SURPLUS}'")
 )
-NECESSARY: Mapping[str, str] = {
+FATE_CONDITIONS: Mapping[str, str] = {
     "trained": _TRAINING,
     "no_variance": _TRAINING,
     "strayed": _STRAYED,
@@ -583,13 +583,12 @@ NECESSARY: Mapping[str, str] = {
     "no_reward": f"{_TRAINING} AND {_UNREAD}",
     **{status: f"run_id = :run_id AND status = '{status}'" for status in ("failed", "infra_error")},
     "cancelled": f"run_id = :run_id AND (status = 'cancelled' OR {_CANCELLED})",
-    **{fate: f"{_IN_RUN} = '{kind}'" for kind, fate in _FATE_OF_KIND.items()},
+    **{fate: f"{_KIND_IN_RUN} = '{kind}'" for kind, fate in _FATE_OF_KIND.items()},
     "waiting": _WAITING,
     "open": "run_id = :run_id AND status IN ('planned', 'running')",
 }
-"""For each fate a condition on the table `episodes`, which all episodes meet that the run `:run_id` sampled and that have this
-fate in it; episodes of other runs do not meet it. It is faster to check than the fate itself, which a search therefore checks
-only for the episodes that meet it.
+"""For each fate, a fast SQL condition on `episodes` that every episode with this fate in the run `:run_id`, which sampled it,
+meets. Episodes of other runs do not meet it. A search checks the fate itself only for the episodes that meet the condition.
 """
 
 

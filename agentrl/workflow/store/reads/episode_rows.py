@@ -26,7 +26,7 @@ from agentrl.workflow.store.reads.turn_rows import find_removed_tokens
 from agentrl.workflow.store.row_codecs import MAX_ID, annotation_value, episode_value, no_episode_error, step_value, task_value
 from agentrl.workflow.store.solved_rule import load_rule
 from agentrl.workflow.store.stored_tokens import RemovedTokens
-from agentrl.workflow.tables.views import FATES, NECESSARY, CallRow, EpisodeRow, RewardRow, StepRow
+from agentrl.workflow.tables.views import FATE_CONDITIONS, FATES, CallRow, EpisodeRow, RewardRow, StepRow
 from agentrl.workflow.trajectory import TRUNCATED, Episode, Step, storable
 
 SECONDS = "{seconds}"
@@ -169,7 +169,7 @@ def _conditions(tx: Any, chosen: EpisodeFilter) -> tuple[list[str], list[str], d
         conditions.append("(error_class = :error_class OR tool_errors > 0)")
     if chosen.fate is not None:
         _check_word(chosen.fate, FATES, "fate")
-        conditions.append(NECESSARY[chosen.fate])
+        conditions.append(FATE_CONDITIONS[chosen.fate])
         test_values["run_name"] = run_id_and_name(tx, chosen.run)["name"]
     if chosen.truncated is not None:
         reasons = ", ".join(f"'{reason}'" for reason in TRUNCATED)

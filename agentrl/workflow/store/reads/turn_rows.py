@@ -137,7 +137,7 @@ class StepTokens:
 
 
 def find_removed_tokens(tx: Any, steps: Sequence[int]) -> RemovedTokens | None:
-    """Return the first run, of the steps with these row ids, whose tokens were removed; None if there is none."""
+    """Return the first run whose tokens were removed, among the runs of the steps with these row ids; None if there is none."""
     for some in in_parts(steps):
         query = f"""
             SELECT r.name, r.tokens_removed_at FROM runs r WHERE r.tokens_removed_at IS NOT NULL
