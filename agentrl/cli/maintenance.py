@@ -90,7 +90,7 @@ def _collect_run(db: Any, place: Any, keep_last: int | None, dry_run: bool) -> d
 
 def _remove_tokens(runs: Sequence[str], keep_last: int | None, yes: bool, dry_run: bool, as_json: bool) -> None:
     from agentrl.workflow.store import token_removal
-    from agentrl.workflow.store.stored_tokens import RemovedTokens
+    from agentrl.workflow.store.row_codecs import RemovedTokens
 
     if not runs:
         raise ConfigError("--tokens removes the tokens of the runs that you name.", "Type agentrl gc --tokens RUN.")

@@ -16,7 +16,7 @@ from celery.exceptions import Ignore, Reject
 from agentrl.workers.jobs.episode_loop import GroupRollout
 from agentrl.workers.jobs.rollout import _run_guarded
 from agentrl.workers.jobs.rollout import rollout as rollout_job
-from agentrl.workers.jobs.tool_call import call as call_job
+from agentrl.workers.jobs.tool_call import calls
 from agentrl.workers.stack import dispatch
 from agentrl.workers.stack.dispatch import MAX_SENDS, NO_REPLY
 from agentrl.workers.stack.process import stopping
@@ -88,10 +88,10 @@ def sent(in_memory: None) -> Iterator[Callable[[], list[int]]]:
         queue.clear()
 
         def taken() -> list[int]:
-            found = []
+            found = list[int]()
             while queue.qsize():
                 message = queue.get_nowait()
-                found.append(message.decode()[0][0])
+                found += message.decode()[0][0]
                 message.ack()
             return found
 
@@ -144,7 +144,7 @@ def test_resume_resends_lost_tool_call_limited_times(
     watching._restart_ended(SupervisedProcess("tools", lost, started=time.monotonic()))
     watching.news.join()
     assert sent() == []
-    call_job(asked[0], NO_REPLY)
+    calls([asked[0]], NO_REPLY)
     assert values(own_database, "SELECT count(*) FROM tool_calls WHERE result IS NULL") == [2]
 
 

@@ -25,7 +25,7 @@ from agentrl.workers.jobs.episode_loop import GroupRollout
 from agentrl.workers.jobs.model_slot import Models
 from agentrl.workers.jobs.pending_calls import RESENDS
 from agentrl.workers.jobs.rollout import _run_guarded
-from agentrl.workers.jobs.tool_call import call, run_tool
+from agentrl.workers.jobs.tool_call import calls, run_tool
 from agentrl.workers.stack import broker, dispatch
 from agentrl.workers.stack.celery_app import make_app
 from agentrl.workers.stack.process import worker_name
@@ -186,7 +186,7 @@ def test_unloadable_tool_is_reported_to_waiter_not_model(own_database: Database,
     replies.expect(number, lambda call, reason: told.append((call, reason)))
     for _ in range(2):  # sent again: who heard why goes on waiting
         with pytest.raises(InfraError, match="cannot load calculator"):
-            call(number, replies.address)
+            calls([number], replies.address)
     assert [found for found, _ in told] == [number, number]
     assert f"The tools worker {worker_name()} cannot load calculator: " in told[0][1]
     assert steps.load_results(own_database, [number]) == {}
@@ -202,7 +202,7 @@ def test_tool_unknown_to_worker_is_a_run_event_until_answered(
     pending = values(own_database, "SELECT id FROM tool_calls ORDER BY id")
     for number in pending:
         with pytest.raises(InfraError):
-            call(number, pending_calls._replies().address)
+            calls([number], pending_calls._replies().address)
         driver.handle([driver.inbox.get(timeout=60)])
     assert values(own_database, "SELECT kind FROM events WHERE kind <> 'submitted'") == ["waiting"], "said once"
     (said,) = values(own_database, "SELECT detail FROM events WHERE kind = 'waiting'")
@@ -213,7 +213,7 @@ def test_tool_unknown_to_worker_is_a_run_event_until_answered(
         driver.poll_calls()
         for number in pending:  # whoever gets it says so again
             with pytest.raises(Unready):
-                call(number, pending_calls._replies().address)
+                calls([number], pending_calls._replies().address)
             driver.handle([driver.inbox.get(timeout=60)])
     with pytest.raises(ServiceError, match="no collection is set"):  # its attempt is no attempt: nothing was tried
         driver.poll_calls()
@@ -241,7 +241,7 @@ def test_tool_call_that_always_fails_fails_its_attempt(
     for _ in range(RESENDS + 1):
         for number in values(own_database, "SELECT id FROM tool_calls"):
             with pytest.raises(InfraError, match="The machine was too busy"):
-                call(number, pending_calls._replies().address)
+                calls([number], pending_calls._replies().address)
         while not driver.inbox.empty():
             driver.handle([driver.inbox.get()])
         _run_guarded(driver, driver.poll_calls)

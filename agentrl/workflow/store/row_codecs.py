@@ -5,12 +5,12 @@ database.
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from agentrl.workflow.annotations import Annotation
-from agentrl.workflow.errors import NotFoundError
+from agentrl.workflow.errors import NotFoundError, StateError
 from agentrl.workflow.trajectory import (
     GRAMMAR,
     ROOT,
@@ -32,6 +32,23 @@ if TYPE_CHECKING:
 
 MAX_ID = 2**63 - 1
 """The largest integer that both databases can store."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemovedTokens:
+    """The name of a run whose tokens `agentrl gc --tokens` removed, and the time of the removal; None if its row is damaged."""
+
+    run: str
+    removed_at: datetime | None
+
+    @property
+    def sentence(self) -> str:
+        when = f" on {self.removed_at:%Y-%m-%d}" if self.removed_at else ""
+        return f"The tokens of run {self.run!r} were removed{when}."
+
+    def error(self) -> StateError:
+        """Return the error for a request that needs the tokens."""
+        return StateError(self.sentence, f"Its texts, tool calls and rewards are still stored: agentrl episodes {self.run}")
 
 
 def no_episode_error(episode: int) -> NotFoundError:

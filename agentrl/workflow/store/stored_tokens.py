@@ -4,30 +4,13 @@ The mark decides, not the rows of `step_tokens`: it is written before the first 
 removed is refused as well.
 """
 
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, select
 
-from agentrl.workflow.errors import StateError
+from agentrl.workflow.store.row_codecs import RemovedTokens
 from agentrl.workflow.tables import schema
-
-
-@dataclass(frozen=True, slots=True)
-class RemovedTokens:
-    """The name of a run whose tokens were removed, and the time of the removal."""
-
-    run: str
-    removed_at: datetime
-
-    @property
-    def sentence(self) -> str:
-        return f"The tokens of run {self.run!r} were removed on {self.removed_at:%Y-%m-%d}."
-
-    def error(self) -> StateError:
-        """Return the error for a request that needs the tokens."""
-        return StateError(self.sentence, f"Its texts, tool calls and rewards are still stored: agentrl episodes {self.run}")
 
 
 def check_run_tokens(run: str, removed_at: datetime | None) -> None:

@@ -23,9 +23,16 @@ from agentrl.workflow.store.reads.paging import (
 )
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.reads.turn_rows import find_removed_tokens
-from agentrl.workflow.store.row_codecs import MAX_ID, annotation_value, episode_value, no_episode_error, step_value, task_value
+from agentrl.workflow.store.row_codecs import (
+    MAX_ID,
+    RemovedTokens,
+    annotation_value,
+    episode_value,
+    no_episode_error,
+    step_value,
+    task_value,
+)
 from agentrl.workflow.store.solved_rule import load_rule
-from agentrl.workflow.store.stored_tokens import RemovedTokens
 from agentrl.workflow.tables.views import FATE_CONDITIONS, FATES, CallRow, EpisodeRow, RewardRow, StepRow
 from agentrl.workflow.trajectory import TRUNCATED, Episode, Step, storable
 

@@ -12,8 +12,7 @@ from typing import Any
 from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.store.driver_reader import Row, among, select_rows
 from agentrl.workflow.store.reads.episode_shape import EpisodeShape, in_parts, load_shape
-from agentrl.workflow.store.row_codecs import unpack
-from agentrl.workflow.store.stored_tokens import RemovedTokens
+from agentrl.workflow.store.row_codecs import RemovedTokens, unpack
 from agentrl.workflow.tables.views import AnnotationRow, CallRow
 from agentrl.workflow.token_chains import EQUAL
 
