@@ -29,7 +29,7 @@ class Waiting:
         self.calls = PendingCalls(db, work.fence.group, self.inbox, self.told.append)
         for episode, ids in zip((1, 2), self.ids, strict=True):
             self.calls.add(episode, ids, {})
-            self.calls.send(episode)
+            self.calls.send([episode])
 
     def answer(self, call: int, content: str = "42") -> None:
         """Records the call's result, as a tools worker would."""
