@@ -6,18 +6,20 @@ used: a checkpoint is a file with one number.
 
 import os
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from agentrl.workflow.config import RunConfig
-from agentrl.workflow.engines import Backend, GenerateRequest
+from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.trainers import TrainerBackend
 from agentrl.workflow.training.reports import Update
 from agentrl.workflow.trajectory import Group, Message, ToolCall
+from bench.performance.sleeper import sleeper
 from tests.support.scripted_engine import ScriptedEngine
 
 CALLS = 2
@@ -28,16 +30,7 @@ SLOTS = 256
 TURN_SECONDS = "BENCH_TURN_SECONDS"
 """The environment variable with the time that a turn takes, in seconds."""
 
-engine = Backend(
-    name="scripted",
-    start=f"{__name__}:start",
-    keyed=True,
-    logprobs=True,
-    weights=frozenset({"lora", "full"}),
-    quantised=True,
-    options=frozenset({"temperature", "top_k", "top_p", "min_p", "stop"}),
-    local=False,
-)
+engine = replace(sleeper, name="scripted", start=f"{__name__}:start", local=False)
 trainer = TrainerBackend("scripted", f"{__name__}:ScriptedTrainer")
 
 
