@@ -14,16 +14,18 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, text
 
 from agentrl.workers.stack.process import database as process_database
 from agentrl.workflow.settings import settings
+from agentrl.workflow.store import agent_attempts, agent_holds, rollout_claims, train_claims
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import head, upgrade
 from agentrl.workflow.store.run_format import RUN_FORMAT
 from agentrl.workflow.tables import schema
 from tests.conftest import forget_process
-from tests.support.played_runs import start, submission, values
+from tests.support.agents_stage import group_of
+from tests.support.played_runs import LEASE, claim, play, start, submission, values
 from tests.support.typed import agentrl
 
 DUMP = Path(__file__).with_name("older_store.sql.xz")
@@ -112,3 +114,37 @@ def test_resume_of_older_run_names_commit_to_use(older: Database, capsys: pytest
 def test_new_runs_have_run_format(database: Database) -> None:
     start(database, submission())
     assert values(database, "SELECT format FROM runs") == [RUN_FORMAT]
+
+
+def test_worker_leaves_runs_of_another_format(database: Database, caplog: pytest.LogCaptureFixture) -> None:
+    groups = start(database, submission(database.engine.dialect.name))  # each name is told once per process
+    set_format(database, RUN_FORMAT + 1)
+    for group in groups * 2:
+        assert rollout_claims.claim_group(database, group, "a", LEASE) is None
+    told = [record.getMessage() for record in caplog.records if "has format" in record.getMessage()]
+    assert len(told) == 1
+    assert "restart it with the agentrl that submitted the run" in told[0]
+    set_format(database, RUN_FORMAT)
+    for group in groups:
+        play(database, group)
+    iteration = values(database, "SELECT id FROM iterations")[0]
+    set_format(database, RUN_FORMAT + 1)
+    assert train_claims.claim_iteration(database, iteration, "a", LEASE) is None
+    set_format(database, RUN_FORMAT)
+    assert train_claims.claim_iteration(database, iteration, "a", LEASE) is not None
+
+
+def test_agents_worker_leaves_runs_of_another_format(database: Database) -> None:
+    work = claim(database, group_of(database))
+    episode = work.episodes[0].id
+    agent_holds.open_attempts(database, work.fence, [episode])
+    set_format(database, RUN_FORMAT + 1)
+    assert agent_attempts.claim_agent(database, episode, 0, "a:1/x", "0" * 64, LEASE) is None
+    set_format(database, RUN_FORMAT)
+    assert agent_attempts.claim_agent(database, episode, 0, "a:1/x", "0" * 64, LEASE) is not None
+
+
+def set_format(database: Database, number: int) -> None:
+    """Give all runs the format, as another version of agentrl would."""
+    with database.engine.begin() as tx:
+        tx.execute(text("UPDATE runs SET format = :number"), {"number": number})

@@ -16,6 +16,7 @@ from agentrl.workflow.config import EXTERNAL, AgentConfig
 from agentrl.workflow.store.connect import read_transaction, transaction
 from agentrl.workflow.store.episode_loader import clean_tree, message_value
 from agentrl.workflow.store.prepared_statements import PreparedStatement
+from agentrl.workflow.store.run_format import RUN_FORMAT
 from agentrl.workflow.store.run_resources import resources_of_group
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import is_one_of, now_ms
@@ -81,7 +82,7 @@ _WORK = (
     .add_columns(schema.runs.c.name, schema.runs.c.config, schema.runs.c.kind)
     .join(schema.episodes, (_EPISODES.id == _AGENTS.episode_id) & (_EPISODES.attempt == _AGENTS.attempt))
     .join(schema.runs, schema.runs.c.id == _EPISODES.run_id)
-    .where(_AGENTS.status == "pending", is_one_of(_EPISODES.status, OPEN))
+    .where(_AGENTS.status == "pending", is_one_of(_EPISODES.status, OPEN), schema.runs.c.format == RUN_FORMAT)
 )
 
 _CLAIMABLE = PreparedStatement(

@@ -22,6 +22,7 @@ from agentrl.workflow.store.episode_loader import load_episodes, message_value, 
 from agentrl.workflow.store.leases import memory_hint, note_takeover
 from agentrl.workflow.store.planning import is_broken, log, select_unlocked_groups
 from agentrl.workflow.store.prepared_statements import PreparedStatement
+from agentrl.workflow.store.run_format import supports_format
 from agentrl.workflow.store.run_resources import resources_of_group
 from agentrl.workflow.store.solved_rule import judge_group
 from agentrl.workflow.tables import schema
@@ -131,7 +132,8 @@ def _is_open(status: Column[str]) -> ColumnElement[bool]:
 def _free_group(lease_seconds: float) -> Select[Any]:
     """Select the group `:wanted` if it is open and no other worker than `:claimant` holds a live lease on it."""
     return (
-        select(_GROUPS.run_id, _GROUPS.worker, _GROUPS.losses, _GROUPS.lease_until, schema.runs.c.status)
+        select(_GROUPS.run_id, _GROUPS.worker, _GROUPS.losses, _GROUPS.lease_until)
+        .add_columns(schema.runs.c.status, schema.runs.c.name, schema.runs.c.format)
         .join(schema.runs, schema.runs.c.id == _GROUPS.run_id)
         .where(_GROUPS.id == bindparam("wanted"), _is_open(_GROUPS.status), ~is_broken(_GROUPS.run_id), ~awaits_maker())
         .where(is_lease_free(_GROUPS.lease_until, lease_seconds) | (_GROUPS.worker == bindparam("claimant")))
@@ -159,12 +161,12 @@ def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -
     """Claim the group and load its work.
 
     Return None if the group has ended or another worker holds a live lease on it. Also return None if the run is not running,
-    or if it waits until a broken checkpoint is rebuilt. `worker` is a name that is unique to this claim. If the reply of the
-    commit is lost and the caller repeats the claim, the name shows that both are the same claim. `lease_seconds` is the length
-    of the lease, in seconds.
+    has a format that this agentrl does not support, or waits until a broken checkpoint is rebuilt. `worker` is a name that is
+    unique to this claim. If the reply of the commit is lost and the caller repeats the claim, the name shows that both are the
+    same claim. `lease_seconds` is the length of the lease, in seconds.
     """
     before = tx.execute(_free_group(lease_seconds), {"wanted": group, "claimant": worker}).one_or_none()
-    if before is None or before.status != "running":
+    if before is None or before.status != "running" or not supports_format(before.name, before.format):
         return None
     # A worker that hands its claim back clears its name; one that is still named there was lost.
     lost = before.worker not in ("", worker)

@@ -5,12 +5,31 @@ be read, but it cannot be resumed, forked, rescored or verified. The code of its
 its results would mix two experiments.
 """
 
+from functools import cache
+from logging import getLogger
+
 from agentrl.workflow.errors import StateError
+
+log = getLogger("agentrl.store")
 
 RUN_FORMAT = 6
 """The format number of new runs. docs/stability.md says what each format changed."""
 LAST_COMMITS = {1: "1db31d1", 2: "1db31d1", 3: "e1be674", 4: "2287f9b", 5: "d799b05"}
 """The last commit of agentrl that supports each older format, by the format's number."""
+
+
+@cache
+def supports_format(run: str, number: int) -> bool:
+    """Return whether this agentrl can work on a run of this format. If not, log a warning, once per run and process.
+
+    A worker that was started before an upgrade of agentrl, or that joins with another version, so leaves the run to the others.
+    """
+    if number != RUN_FORMAT:
+        message = (
+            "run %r has format %s, and this worker only works on format %s: restart it with the agentrl that submitted the run"
+        )
+        log.warning(message, run, number, RUN_FORMAT)
+    return number == RUN_FORMAT
 
 
 def check_format(run: str, number: int, verb: str) -> None:

@@ -17,6 +17,7 @@ from agentrl.workflow.store.iterations import dynamic_sampling_of, insert_more_g
 from agentrl.workflow.store.leases import memory_hint, note_takeover
 from agentrl.workflow.store.planning import is_broken, log, newest_version, set_run_status
 from agentrl.workflow.store.rollout_claims import MAX_LOSSES
+from agentrl.workflow.store.run_format import supports_format
 from agentrl.workflow.store.training_groups import load_groups
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import is_lease_free, now_ms
@@ -73,7 +74,7 @@ def claim_iteration(
     tx: Connection, iteration: int, worker: str, lease_seconds: float
 ) -> IterationWork | MoreGroupsPlanned | None:
     """Claim the iteration; `load_work` then loads its episodes. Return None if the iteration is not ready, has ended or is
-    claimed, or if its run is not running.
+    claimed, or if its run is not running or has a format that this agentrl does not support.
 
     An iteration is ready if all of its groups have ended and the policy with which its update starts is published. With dynamic
     sampling, more groups are planned if too few have variance, even before that policy is published.
@@ -114,7 +115,7 @@ def _lock_ready_iteration(tx: Connection, iteration: int, worker: str, lease_sec
     )
     query = (
         select(iterations, runs.c.name, runs.c.kind, runs.c.config, runs.c.seed, runs.c.base, runs.c.base_hash)
-        .add_columns(runs.c.output_dir, runs.c.manifest, is_broken(runs.c.id).label("broken"))
+        .add_columns(runs.c.output_dir, runs.c.manifest, runs.c.format, is_broken(runs.c.id).label("broken"))
         .add_columns(newest_version(runs.c.id).label("newest"), runs.c.iterations.label("planned"))
         .join(runs, runs.c.id == iterations.c.run_id)
         .where(iterations.c.id == iteration, iterations.c.status.in_(OPEN), runs.c.status == "running")
@@ -123,7 +124,7 @@ def _lock_ready_iteration(tx: Connection, iteration: int, worker: str, lease_sec
         .with_for_update(of=iterations)
     )
     row = tx.execute(query).mappings().one_or_none()
-    return dict(row) if row else None
+    return dict(row) if row and supports_format(row["name"], row["format"]) else None
 
 
 def _pause_run(tx: Connection, row: Mapping[str, Any], reason: str) -> None:
