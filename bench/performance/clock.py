@@ -82,7 +82,8 @@ def put_on(clock: Clock) -> None:
     modules.__call__ = clock.measured(modules.__call__)
     FastForward.__call__ = clock.measured(FastForward.__call__)  # type: ignore[method-assign]
     agentrl.workflow.inference.sampling.sample = clock.measured(agentrl.workflow.inference.sampling.sample)
-    logprobs.token_logprobs = clock.measured(logprobs.token_logprobs)
+    for name in ("token_logprobs", "line_logprobs", "token_scores"):
+        setattr(logprobs, name, clock.measured(getattr(logprobs, name)))
     torch.autograd.backward = clock.measured(torch.autograd.backward)
     torch.nn.utils.clip_grad_norm_ = clock.measured(torch.nn.utils.clip_grad_norm_)
     torch.optim.AdamW.step = clock.measured(torch.optim.AdamW.step)  # type: ignore[method-assign]

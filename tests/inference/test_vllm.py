@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from agentrl.cli import doctor
 from agentrl.cli.engine import engine as command
+from agentrl.workers.requests.submit import prepare
 from agentrl.workflow import engines
 from agentrl.workflow.config import ModelConfig, build
 from agentrl.workflow.engines import GenerateRequest
@@ -77,6 +78,19 @@ def wait_until_gone(pid: int) -> None:
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < until, f"process {pid} still runs"
         time.sleep(0.05)
+
+
+def test_submit_warns_that_vllm_is_slow_without_gpu(where: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = build({"dataset.name": "arithmetic", "model.path": str(tiny_random(tmp_path / "model")), "model.lora_r": 4})
+    on_vllm = asked.model_copy(update={"rollout": asked.rollout.model_copy(update={"engine": "vllm"})})
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", str(programs))
+    assert [remark for remark in prepare(None, on_vllm).remarks if "leave out --engine vllm" in remark]
+    assert not [remark for remark in prepare(None, asked).remarks if "vllm" in remark]
+    (programs / "nvidia-smi").write_text("#!/bin/sh\n")
+    (programs / "nvidia-smi").chmod(0o755)
+    assert not [remark for remark in prepare(None, on_vllm).remarks if "vllm" in remark]
 
 
 def test_vllm_server_starts_samples_and_ends(opened: tuple[ServedEngine, Path]) -> None:

