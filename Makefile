@@ -44,7 +44,7 @@ quickstart:
 	./quickstart.sh
 
 test: env
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow' --durations=20
 
 # The property tests on fresh examples; a failing one is printed with the line that repeats it.
 test-explore: env
@@ -52,7 +52,7 @@ test-explore: env
 
 # What takes some seconds or more: whole runs; kills, exceptions and stalls, each at most once per fault point.
 test-slow: env build/clients/litellm/.stamp
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow --durations=40
 
 FRAMEWORKS := $(patsubst tests/clients/frameworks/run_%.py,build/clients/%/.stamp,$(shell grep -l 'dependencies = \[' tests/clients/frameworks/*.py))
 requirements = sed -n 's/.*dependencies = \["\(.*\)"\]$$/\1/p' $< | sed 's/", "/ /g'
