@@ -37,9 +37,10 @@ ROLES = ("rollout,train", "endpoint", "agents", "agent", "agent", BOTH, "control
 KILLS = 36
 TOKENS = """
     SELECT i.number AS iteration, t.key, e.sample, e.status, e.stop_reason, e.reward,
-        s.number, s.parent_step, s.shared_tokens, s.delivered, k.prompt_ids, k.sampled_ids
+        s.number, s.parent_step, s.shared_tokens, s.delivered, coalesce(p.prompt_ids, k.prompt_ids), k.sampled_ids
     FROM episodes e JOIN runs r ON r.id = e.run_id JOIN iterations i ON i.id = e.iteration_id JOIN tasks t ON t.id = e.task_id
     JOIN steps s ON s.episode_id = e.id AND s.attempt = e.attempt JOIN step_tokens k ON k.step_id = s.id
+    LEFT JOIN step_tokens p ON p.step_id = s.prompt_step_id
     WHERE r.name = :run ORDER BY i.number, t.key, e.sample, s.number"""
 WEIGHTS = "SELECT version, p.sha256 FROM policies p JOIN runs r ON r.id = p.run_id WHERE r.name = :run ORDER BY version"
 PROGRESS = """

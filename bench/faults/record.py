@@ -17,6 +17,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from agentrl.workflow.tables.step_values import JOIN_PROMPT_IDS, PROMPT_IDS
 from bench.faults import world
 
 Record = dict[str, Any]
@@ -30,9 +31,10 @@ _EPISODES = """
         - (SELECT count(*) FROM steps s WHERE s.episode_id = e.id AND s.attempt = e.attempt AND NOT s.delivered) AS steps
     FROM episodes e JOIN iterations i ON i.id = e.iteration_id JOIN tasks t ON t.id = e.task_id"""
 
-_TOKENS = """
-    SELECT s.number, s.parent_step, s.shared_tokens, s.delivered, st.prompt_ids, st.sampled_ids
-    FROM steps s JOIN episodes e ON e.id = s.episode_id AND e.attempt = s.attempt JOIN step_tokens st ON st.step_id = s.id
+_TOKENS = f"""
+    SELECT s.number, s.parent_step, s.shared_tokens, s.delivered, {PROMPT_IDS}, t.sampled_ids
+    FROM steps s JOIN episodes e ON e.id = s.episode_id AND e.attempt = s.attempt JOIN step_tokens t ON t.step_id = s.id
+    {JOIN_PROMPT_IDS}
     WHERE e.id = ? ORDER BY s.number"""
 """Of the attempt that counts: an agent that is lost begins anew."""
 

@@ -290,6 +290,21 @@ def _steps(tx: Connection) -> None:
         "behavior_logprobs": literal(bytes(4 * SAMPLED_TOKENS)),
     }
     _copy(tx, schema.step_tokens, blobs, select().select_from(schema.steps), schema.steps.c.id)
+    _share_prompts(tx)
+
+
+def _share_prompts(tx: Connection) -> None:
+    """The first steps of a group have the prompt of its first episode's, which is stored once."""
+    steps, tokens, episodes, groups = schema.steps.c, schema.step_tokens.c, schema.episodes.c, schema.groups.c
+    first = select(steps.id).join(schema.episodes, episodes.id == steps.episode_id).where(steps.number == 0)
+    first = first.where(episodes.group_id == groups.id).order_by(steps.id).limit(1).correlate(schema.groups)
+    tx.execute(update(schema.groups).values(prompt_step_id=first.scalar_subquery(), prompt_hash="d" * 32))
+    owner = select(groups.prompt_step_id).join(schema.episodes, episodes.group_id == groups.id)
+    owner = owner.where(episodes.id == steps.episode_id).correlate(schema.steps).scalar_subquery()
+    sharing = update(schema.steps).where(steps.number == 0, steps.id != owner)
+    tx.execute(sharing.values(prompt_step_id=owner, prompt=[]))
+    shared = select(steps.id).where(steps.prompt_step_id.is_not(None))
+    tx.execute(update(schema.step_tokens).where(tokens.step_id.in_(shared)).values(prompt_ids=b""))
 
 
 def _calls(tx: Connection) -> None:

@@ -20,7 +20,7 @@ from tests.support.real_stack import SMALL
 from tests.support.small_models import tiny_random
 from tests.support.typed import agentrl
 
-SIZES = {"episodes": 4, "steps": 4, "bytes": 112}
+SIZES = {"episodes": 4, "steps": 4, "bytes": 88}
 
 
 @pytest.fixture
@@ -41,23 +41,23 @@ def count(db: Database) -> int:
 
 def test_gc_tokens_dry_run_removes_nothing(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
     out, told = agentrl(capsys, "gc", "--tokens", "first", "--dry-run")
-    assert told == "first: token ids and logprobs of 4 steps of 4 episodes, 112 bytes\n"
-    assert out == "112 bytes would be removed from the database.\n"
+    assert told == "first: token ids and logprobs of 4 steps of 4 episodes, 88 bytes\n"
+    assert out == "88 bytes would be removed from the database.\n"
     out, _ = agentrl(capsys, "gc", "--tokens", "first", "--dry-run", "--json")
-    assert json.loads(out) == {"dry_run": True, "bytes": {"tokens": 112}, "runs": {"first": SIZES}}
+    assert json.loads(out) == {"dry_run": True, "bytes": {"tokens": 88}, "runs": {"first": SIZES}}
     assert count(here) == 4
 
 
 def test_gc_tokens_asks_and_nobody_answers(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
     _, told = agentrl(capsys, "gc", "--tokens", "first", code=2)
-    assert "first: token ids and logprobs of 4 steps of 4 episodes, 112 bytes" in told
+    assert "first: token ids and logprobs of 4 steps of 4 episodes, 88 bytes" in told
     assert "Nothing was removed: this command asks first, and stdin is not a terminal." in told
     assert count(here) == 4
 
 
 def test_gc_tokens_yes_removes_and_names_vacuum(here: Database, capsys: pytest.CaptureFixture[str]) -> None:
     out, told = agentrl(capsys, "gc", "--tokens", "1", "--yes")
-    assert out.splitlines()[-1] == "112 bytes were removed from the database."
+    assert out.splitlines()[-1] == "88 bytes were removed from the database."
     assert told.splitlines()[-1] == "The file keeps its size until you type: agentrl vacuum"
     assert count(here) == 0
     out, told = agentrl(capsys, "gc", "--tokens", "first", "--yes")
@@ -89,10 +89,10 @@ def test_gc_tokens_refuses_in_one_sentence(
 def test_gc_tokens_removes_after_answer_at_terminal(here: Database, forks: Nursery) -> None:
     for answer, left in (("n\n", 4), ("y\n", 0)):
         with closing(Terminal(forks, "gc", "--tokens", "first", environment=os.environ)) as terminal:
-            terminal.wait(r"Remove 112 bytes for good\? \[y/N\]")
+            terminal.wait(r"Remove 88 bytes for good\? \[y/N\]")
             terminal.type(answer)
             assert terminal.end() == 0
-            assert ("Nothing was removed." if left else "112 bytes were removed") in terminal.shown
+            assert ("Nothing was removed." if left else "88 bytes were removed") in terminal.shown
         assert count(here) == left
 
 

@@ -139,7 +139,8 @@ def test_search_runs_of_gepa_and_fast_use_same_queues(stack: Stack, short_folder
     stack.agentrl("submit", "--config", asked, "--wait")
     assert value(stack.database, "SELECT count(*) FROM v_episodes WHERE run = 'fast' AND status = 'done'") == 4
     prompts = values(
-        stack.database, "SELECT prompt FROM v_steps s JOIN steps p ON p.id = s.id WHERE s.run = 'fast' AND s.step = 0"
+        stack.database,
+        "SELECT p.prompt FROM steps s JOIN steps p ON p.id = coalesce(s.prompt_step_id, s.id) WHERE s.run = 'fast' AND s.number = 0",
     )
     assert all("Add the numbers." in str(prompt) for prompt in prompts)
     episode = value(stack.database, "SELECT min(id) FROM v_episodes WHERE run = 'fast'")

@@ -21,6 +21,7 @@ from agentrl.workflow.store.extend_run import extend
 from agentrl.workflow.store.planning import Submission
 from agentrl.workflow.store.reads import event_rows, run_rows
 from agentrl.workflow.tables import schema as tables
+from agentrl.workflow.tables.step_values import JOIN_PROMPT_IDS, PROMPT_IDS
 from tests.faults.test_mending import a_worker, do_jobs, facts, restart
 from tests.support.played_runs import claim_training, play, ready, submission, update_of, value, values
 from tests.support.small_models import tiny_random
@@ -213,9 +214,9 @@ def came_to(db: Database) -> dict[str, Any]:
     """All that the run stored, and what its last checkpoint holds."""
     run = run_rows.describe_run(db, "first")
     assert run["status"] == "done"
-    tokens = """
-        SELECT prompt_ids, sampled_ids, behavior_logprobs FROM step_tokens t JOIN steps s ON s.id = t.step_id
-        ORDER BY s.episode_id, s.number"""
+    tokens = f"""
+        SELECT {PROMPT_IDS}, t.sampled_ids, t.behavior_logprobs FROM step_tokens t JOIN steps s ON s.id = t.step_id
+        {JOIN_PROMPT_IDS} ORDER BY s.episode_id, s.number"""
     with db.read() as tx:
         stored = [tuple(map(bytes, row)) for row in tx.execute(text(tokens))]
     last = Path(value(db, "SELECT path FROM policies ORDER BY version DESC LIMIT 1"))

@@ -47,8 +47,8 @@ from tests.support.played_runs import (
     values,
 )
 
-BYTES = 4 * (3 + 2 + 2)
-"""The bytes of one step of `played_runs`: 3 prompt ids, 2 sampled ids, 2 logprobs."""
+BYTES_OF_GROUP = 4 * (3 + 2 + 2) + 4 * (2 + 2)
+"""The bytes of the two steps of a group of `played_runs`: each has 2 sampled ids and 2 logprobs; they share 3 prompt ids."""
 REMOVED = r"The tokens of run 'first' were removed on \d{4}-\d\d-\d\d\."
 
 
@@ -94,13 +94,19 @@ def test_removal_deletes_only_tokens_of_named_runs(database: Database) -> None:
     tables = [table for table in schema.metadata.tables if table not in ("step_tokens", "runs", "events")]
     before = {table: rows_of(database, table) for table in tables}
     (counts,) = remove(database, "first")
-    assert (counts.run, counts.episodes, counts.steps, counts.bytes, counts.removed_at) == ("first", 4, 4, 4 * BYTES, None)
+    assert (counts.run, counts.episodes, counts.steps, counts.bytes, counts.removed_at) == (
+        "first",
+        4,
+        4,
+        2 * BYTES_OF_GROUP,
+        None,
+    )
     assert {table: rows_of(database, table) for table in tables} == before
     left = "SELECT s.run FROM step_tokens t JOIN steps s ON s.id = t.step_id"
     assert values(database, left) == ["second"] * 4
     assert values(database, "SELECT name FROM runs WHERE tokens_removed_at IS NULL") == ["second"]
     details = values(database, "SELECT detail FROM events WHERE kind = 'tokens_removed'")
-    assert details == [f"4 steps of 4 episodes, {4 * BYTES} bytes"]
+    assert details == [f"4 steps of 4 episodes, {2 * BYTES_OF_GROUP} bytes"]
 
 
 def test_removal_counts_steps_of_earlier_attempts(database: Database) -> None:
@@ -299,7 +305,7 @@ def test_removal_killed_anywhere_is_completed_by_next(
     with pytest.raises(StateError, match=REMOVED):
         training_groups.load_chosen_episodes(database, [204])
     done = subprocess.run(command, env=os.environ | asked, check=True, capture_output=True, text=True)
-    assert json.loads(done.stdout)["runs"] == {"first": {"episodes": left, "steps": left, "bytes": left * BYTES}}
+    assert json.loads(done.stdout)["runs"] == {"first": {"episodes": left, "steps": left, "bytes": left // 2 * BYTES_OF_GROUP}}
     assert value(database, "SELECT count(*) FROM step_tokens") == 0
     assert value(database, "SELECT count(*) FROM steps") == 204
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, null, select
+from sqlalchemy import ColumnElement, Connection, func, null, select
 
 from agentrl.workflow.store.row_codecs import (
     MAX_ID,
@@ -31,7 +31,16 @@ __all__ = [
 PART_SIZE = 500
 """The maximum number of values in one query. Databases have limits (SQLite: 32,766)."""
 
-_TOKEN_COLUMNS = [column for column in schema.step_tokens.c if column.name != "step_id"]
+_PROMPT_STEPS, _PROMPT_TOKENS = schema.steps.alias("prompt_step"), schema.step_tokens.alias("prompt_tokens")
+_STEP_COLUMNS = [
+    *(column for column in schema.steps.c if column.name != "prompt"),
+    func.coalesce(_PROMPT_STEPS.c.prompt, schema.steps.c.prompt).label("prompt"),
+]
+_TOKEN_COLUMNS = [
+    func.coalesce(_PROMPT_TOKENS.c.prompt_ids, schema.step_tokens.c.prompt_ids).label("prompt_ids"),
+    schema.step_tokens.c.sampled_ids,
+    schema.step_tokens.c.behavior_logprobs,
+]
 
 T = TypeVar("T")
 
@@ -103,14 +112,16 @@ def _load_steps(
     """
     tokens = [column if with_tokens else null().label(column.name) for column in _TOKEN_COLUMNS]
     query = (
-        select(schema.steps, schema.policies.c.version, *tokens)
+        select(*_STEP_COLUMNS, schema.policies.c.version, *tokens)
         .join(schema.episodes, (schema.episodes.c.id == schema.steps.c.episode_id) & attempts)
         .join(schema.policies, schema.policies.c.id == schema.steps.c.policy_id)
+        .outerjoin(_PROMPT_STEPS, _PROMPT_STEPS.c.id == schema.steps.c.prompt_step_id)
         .where(condition)
         .order_by(schema.steps.c.episode_id, schema.steps.c.attempt, schema.steps.c.number)
     )
     if with_tokens:
         query = query.join(schema.step_tokens, schema.step_tokens.c.step_id == schema.steps.c.id)
+        query = query.outerjoin(_PROMPT_TOKENS, _PROMPT_TOKENS.c.step_id == schema.steps.c.prompt_step_id)
     rows = tx.execute(query).mappings()
     calls = _load_calls(tx, condition)
     steps: dict[tuple[int, int], list[Step]] = {}

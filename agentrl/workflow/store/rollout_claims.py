@@ -45,13 +45,18 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class HeldEpisodes:
-    """The episodes of a claimed group: the number of the current attempt and the number of steps of each, by episode id; and
-    the run's name.
+    """The episodes of a claimed group: the number of the current attempt and the number of steps of each, by episode id; the
+    group's id, and the run's name.
+
+    `prompt_steps` has the step whose prompt the first steps of the group share: its id by the hash of its prompt. It is empty
+    until the first of them is stored.
     """
 
+    group: int
     run: str
     attempts: Mapping[int, int]
     steps: Mapping[int, int]
+    prompt_steps: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -476,6 +481,8 @@ _HELD_EPISODES = PreparedStatement(
         schema.episodes.c.id,
         schema.episodes.c.attempt,
         schema.episodes.c.inherited_steps + schema.episodes.c.steps,
+        _GROUPS.prompt_hash,
+        _GROUPS.prompt_step_id,
     )
     .select_from(schema.groups)
     .join(schema.runs, schema.runs.c.id == schema.groups.c.run_id)
@@ -487,9 +494,10 @@ _HELD_EPISODES = PreparedStatement(
 
 
 def check_claim(tx: Connection, fence: Fence) -> HeldEpisodes:
-    """Return the run's name and the episodes of the claimed group. Raise Fenced if another worker holds the group."""
+    """Return the episodes of the claimed group. Raise Fenced if another worker holds the group."""
     rows = _HELD_EPISODES.rows(tx, {"group": fence.group, "attempt": fence.attempt})
     if not rows:
         raise Fenced(f"Group {fence.group} is no longer held by attempt {fence.attempt}.")
-    attempts = {episode: attempt for _, episode, attempt, _ in rows}
-    return HeldEpisodes(rows[0][0], attempts, {episode: steps for _, episode, _, steps in rows})
+    run, *_, prompt_hash, prompt_step = rows[0]
+    attempts, steps = ({row[1]: row[place] for row in rows} for place in (2, 3))
+    return HeldEpisodes(fence.group, run, attempts, steps, {} if prompt_step is None else {prompt_hash: prompt_step})

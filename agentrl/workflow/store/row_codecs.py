@@ -2,6 +2,8 @@
 database.
 """
 
+import hashlib
+import json
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -96,6 +98,7 @@ def step_row(record: StepRecord, run: str, attempt: int, options: int | None = N
         "attempt": attempt,
         "number": step.index,
         "policy_id": record.policy_id,
+        "prompt_step_id": None,
         "prompt": _prompt_rows(step, record.shared_messages),
         "text": storable(record.text),
         "content": storable(step.message.content),
@@ -121,13 +124,18 @@ def step_row(record: StepRecord, run: str, attempt: int, options: int | None = N
     }
 
 
-def token_row(step: Step) -> dict[str, bytes]:
+def token_row(step: Step) -> dict[str, Any]:
     """Return the row of a step's tokens for the table `step_tokens`."""
     return {
         "prompt_ids": pack("i", step.prompt_ids),
         "sampled_ids": pack("i", step.sampled_ids),
         "behavior_logprobs": pack("f", step.behavior_logprobs),
     }
+
+
+def hash_prompt(step: Mapping[str, Any], tokens: Mapping[str, Any]) -> str:
+    """Return the hash of the prompt in a step's rows: of its messages and of their token ids."""
+    return hashlib.sha256(json.dumps(step["prompt"]).encode() + b"\0" + tokens["prompt_ids"]).hexdigest()[:32]
 
 
 def call_row(item: CallRecord, number: int, kind: str) -> dict[str, Any]:

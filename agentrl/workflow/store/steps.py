@@ -27,7 +27,7 @@ from agentrl.workflow.store.episode_annotations import insert_annotations, tools
 from agentrl.workflow.store.episode_loader import load_earlier_attempts
 from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.store.rollout_claims import Fence, HeldEpisodes, check_claim
-from agentrl.workflow.store.row_codecs import call_row, clean_tree, step_row, token_row
+from agentrl.workflow.store.row_codecs import call_row, clean_tree, hash_prompt, step_row, token_row
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.columns import Utc
 from agentrl.workflow.trajectory import ROOT, CallRecord, Episode, Step, StepRecord, StepRequest, ToolCall, ToolResult, storable
@@ -59,6 +59,12 @@ _STEP_ID = select(_STEPS.id).where(_THE_STEP).scalar_subquery()
 _NEW_STEP = PreparedStatement(schema.steps.insert().inline())
 _NEW_TOKENS = PreparedStatement(schema.step_tokens.insert().values(step_id=_STEP_ID).inline())
 _NEW_CALL = PreparedStatement(schema.tool_calls.insert().values(step_id=_STEP_ID).inline())
+_SHARE_PROMPT = PreparedStatement(
+    update(schema.groups)
+    .where(schema.groups.c.id == bindparam("of_group"))
+    .values(prompt_step_id=_STEP_ID)
+    .returning(schema.groups.c.prompt_step_id)
+)
 _COUNT_STEP = PreparedStatement(
     update(schema.episodes)
     .where(_EPISODES.id == bindparam("episode"))
@@ -100,8 +106,9 @@ def _insert_steps(tx: Connection, records: Sequence[StepRecord], held: HeldEpiso
     id of the row in `request_options` with the tools and template options of the steps' requests; None if the requests have
     neither.
     """
-    _NEW_STEP.run(tx, *(step_row(record, held.run, held.attempts[record.episode], options) for record in records))
-    _NEW_TOKENS.run(tx, *(_step_key(record.episode, record.step.index, held) | token_row(record.step) for record in records))
+    rows = [(step_row(one, held.run, held.attempts[one.episode], options), token_row(one.step)) for one in records]
+    if rows := _share_prompts(tx, rows, held):
+        _write_rows(tx, rows, held)
     _COUNT_STEP.run(tx, *(_step_counts(record) for record in records))
     calls = [
         _call_row(item, record.episode, record.step.index, number, held, "call" if record.request is None else "agent")
@@ -110,6 +117,37 @@ def _insert_steps(tx: Connection, records: Sequence[StepRecord], held: HeldEpiso
     ]
     if calls:
         _NEW_CALL.run(tx, *calls)
+
+
+_StepRows = tuple[dict[str, Any], dict[str, Any]]
+"""The row of a step in `steps`, and its row in `step_tokens`."""
+
+
+def _share_prompts(tx: Connection, rows: Sequence[_StepRows], held: HeldEpisodes) -> list[_StepRows]:
+    """Remove the prompts that another step of the group has, so that they are stored once. If the group has no first step yet,
+    write the one in `rows` whose prompt later ones share. Return the rows that are not written.
+    """
+    unwritten = []
+    for step, tokens in rows:
+        if step["number"] == 0 and len(held.attempts) > 1:
+            prompt_hash = hash_prompt(step, tokens)
+            if not held.prompt_steps:
+                _write_rows(tx, [(step, tokens)], held)
+                values = {"of_group": held.group, "prompt_hash": prompt_hash}
+                ((step_id,),) = _SHARE_PROMPT.rows(tx, _step_key(step["episode_id"], 0, held) | values)
+                held.prompt_steps[prompt_hash] = step_id
+                continue
+            if prompt_hash in held.prompt_steps:
+                step |= {"prompt_step_id": held.prompt_steps[prompt_hash], "prompt": []}
+                tokens["prompt_ids"] = b""
+        unwritten.append((step, tokens))
+    return unwritten
+
+
+def _write_rows(tx: Connection, rows: Sequence[_StepRows], held: HeldEpisodes) -> None:
+    """Insert steps and their tokens."""
+    _NEW_STEP.run(tx, *(step for step, _ in rows))
+    _NEW_TOKENS.run(tx, *(_step_key(step["episode_id"], step["number"], held) | tokens for step, tokens in rows))
 
 
 def _step_key(episode: int, step: int, held: HeldEpisodes) -> dict[str, int]:

@@ -243,6 +243,8 @@ groups = Table(
     Column("failures", Integer, nullable=False, server_default="0"),
     text_column("dropped"),
     Column("opening", JSON(none_as_null=True), nullable=True),
+    Column("prompt_step_id", Id, nullable=True),
+    Column("prompt_hash", String(32), nullable=True),
     text_column("address"),
     float_column("mean_reward"),
     float_column("std_reward"),
@@ -323,6 +325,7 @@ steps = Table(
     Column("attempt", Integer, nullable=False),
     Column("number", Integer, nullable=False),
     reference_column("policy_id", "policies"),
+    Column("prompt_step_id", Id, nullable=True),
     Column("prompt", JSON, nullable=False),
     text_column("text"),
     text_column("content"),
@@ -351,6 +354,13 @@ steps = Table(
     Index("ix_steps_run", "run", "id"),
     check_one_of("finish_reason", ("stop", "length")),
 )
+"""The steps. The first steps of a group's episodes usually have the same prompt, which is stored once: `prompt_step_id` is the
+id of the group's step that has the `prompt` and `prompt_ids` of this step, whose own are empty; NULL if this step has them.
+`groups.prompt_step_id` is the step that the group's next first steps may name, and `groups.prompt_hash` the hash of its prompt.
+
+`prompt_step_id` is no foreign key: a database would search both tables for each step that it deletes. A group's steps are
+deleted together.
+"""
 
 step_tokens = Table(
     "step_tokens",

@@ -33,6 +33,7 @@ from agentrl.workflow.store.row_codecs import (
     task_value,
 )
 from agentrl.workflow.store.solved_rule import load_rule
+from agentrl.workflow.tables.step_values import JOIN_PROMPT, JOIN_PROMPT_IDS, PROMPT, PROMPT_IDS
 from agentrl.workflow.tables.views import FATE_CONDITIONS, FATES, CallRow, EpisodeRow, RewardRow, StepRow
 from agentrl.workflow.trajectory import TRUNCATED, Episode, Step, storable
 
@@ -106,7 +107,7 @@ _CONDITIONS = {
 _CALLS = "FROM tool_calls c WHERE c.episode_id = episodes.id AND c.attempt = episodes.attempt"
 _TEXTS = """
     (lower(final_answer) LIKE lower(:text) ESCAPE '!' OR lower(error) LIKE lower(:text) ESCAPE '!'
-     OR EXISTS (SELECT 1 FROM steps s WHERE s.episode_id = episodes.id AND s.attempt = episodes.attempt
+     OR EXISTS (SELECT 1 FROM steps s {join} WHERE s.episode_id = episodes.id AND s.attempt = episodes.attempt
                 AND (lower(s.text) LIKE lower(:text) ESCAPE '!' OR {prompt}))
      OR EXISTS (SELECT 1 FROM tool_calls c WHERE c.episode_id = episodes.id AND c.attempt = episodes.attempt
                 AND (lower(c.result) LIKE lower(:text) ESCAPE '!' OR {arguments})))"""
@@ -206,9 +207,9 @@ def _text_test(text: str) -> tuple[str, dict[str, Any]]:
         values["escaped_text"] = f"%{escape_like(escaped)}%"
     documents = {
         name: " OR ".join(_DOCUMENT.format(column=column, word=word) for word in values)
-        for name, column in (("prompt", "s.prompt"), ("arguments", "c.arguments"))
+        for name, column in (("prompt", PROMPT), ("arguments", "c.arguments"))
     }
-    return _TEXTS.format(**documents), values
+    return _TEXTS.format(**documents, join=JOIN_PROMPT), values
 
 
 def _outcome_condition(
@@ -326,12 +327,15 @@ def load_episode(tx: Any, episode: int, with_tokens: bool = True) -> Episode:
 _ANNOTATIONS = "SELECT * FROM annotations WHERE episode_id = :id AND attempt = :attempt ORDER BY id"
 
 
-_OF_ATTEMPT = "JOIN policies p ON p.id = s.policy_id WHERE s.episode_id = :id AND s.attempt = :attempt ORDER BY s.number"
+_STEP_COLUMNS = f"s.*, {PROMPT} AS prompt, p.version"  # of two columns with one name, the row has the last
+_OF_ATTEMPT = f"""
+    {JOIN_PROMPT} JOIN policies p ON p.id = s.policy_id
+    WHERE s.episode_id = :id AND s.attempt = :attempt ORDER BY s.number"""
 _STEPS = f"""
-    SELECT s.*, t.prompt_ids, t.sampled_ids, t.behavior_logprobs, p.version FROM steps s
-    JOIN step_tokens t ON t.step_id = s.id {_OF_ATTEMPT}"""
+    SELECT {_STEP_COLUMNS}, {PROMPT_IDS} AS prompt_ids, t.sampled_ids, t.behavior_logprobs FROM steps s
+    JOIN step_tokens t ON t.step_id = s.id {JOIN_PROMPT_IDS} {_OF_ATTEMPT}"""
 _STEPS_WITHOUT_TOKENS = f"""
-    SELECT s.*, NULL AS prompt_ids, NULL AS sampled_ids, NULL AS behavior_logprobs, p.version FROM steps s {_OF_ATTEMPT}"""
+    SELECT {_STEP_COLUMNS}, NULL AS prompt_ids, NULL AS sampled_ids, NULL AS behavior_logprobs FROM steps s {_OF_ATTEMPT}"""
 
 
 def _load_steps(tx: Any, episode: Row, inherited: Sequence[Step], with_tokens: bool) -> list[Step]:

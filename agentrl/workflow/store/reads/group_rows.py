@@ -10,6 +10,7 @@ from agentrl.workflow.store.reads.changes import run_conditions
 from agentrl.workflow.store.reads.episode_shape import EpisodeShape, in_parts, load_shape, shape_value, step_columns
 from agentrl.workflow.store.reads.paging import Page, Paging, choose_conditions, select_page, select_values, storable_value
 from agentrl.workflow.store.reads.turn_rows import cut_column
+from agentrl.workflow.tables.step_values import JOIN_PROMPT, PROMPT
 from agentrl.workflow.tables.views import EpisodeRow, GroupRow
 
 GROUP_ORDERS = {"id": "id", "reward": "mean_reward", "deviation": "std_reward"}
@@ -111,7 +112,9 @@ def load_short_steps(tx: Any, ids: Sequence[int]) -> dict[int, Row]:
     """Return the shortened text and the prompt of each step, by the id of the step's row."""
     steps: dict[int, Row] = {}
     for some in in_parts(ids):
-        query = f"SELECT id, {cut_column('text', max_chars=SHORT_CHARS)}, prompt FROM steps WHERE id IN ({among(some)})"
+        query = f"""
+            SELECT s.id, {cut_column("s.text", max_chars=SHORT_CHARS)}, {PROMPT} AS prompt FROM steps s {JOIN_PROMPT}
+            WHERE s.id IN ({among(some)})"""
         steps |= {row["id"]: row for row in select_rows(tx, query)}
     return steps
 

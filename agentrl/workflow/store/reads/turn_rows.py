@@ -13,6 +13,7 @@ from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.store.driver_reader import Row, among, select_rows
 from agentrl.workflow.store.reads.episode_shape import EpisodeShape, in_parts, load_shape
 from agentrl.workflow.store.row_codecs import RemovedTokens, unpack
+from agentrl.workflow.tables.step_values import JOIN_PROMPT, JOIN_PROMPT_IDS, PROMPT, PROMPT_IDS
 from agentrl.workflow.tables.views import AnnotationRow, CallRow
 from agentrl.workflow.token_chains import EQUAL
 
@@ -34,8 +35,8 @@ _STEPS = f"""
     SELECT s.id, s.number AS step, p.version AS policy_version, {cut_column("s.thought")}, {cut_column("s.content")},
            {cut_column("s.text")}, {cut_column("s.new_row")}, s.finish_reason,
            s.logprob_sum / nullif(s.sampled_tokens, 0) AS mean_logprob, s.generate_seconds, s.sampled_at, s.observed_at,
-           s.request_id, s.prompt, s.asked
-    FROM steps s JOIN policies p ON p.id = s.policy_id WHERE s.id IN ({{ids}})"""
+           s.request_id, {PROMPT} AS prompt, s.asked
+    FROM steps s JOIN policies p ON p.id = s.policy_id {JOIN_PROMPT} WHERE s.id IN ({{ids}})"""
 
 
 def load_steps(tx: Any, ids: Sequence[int]) -> list[Row]:
@@ -153,10 +154,11 @@ def load_tokens(tx: Any, steps: Sequence[int]) -> dict[int, StepTokens]:
     tokens: dict[int, StepTokens] = {}
     for some in in_parts(steps):
         query = f"""
-            SELECT step_id, prompt_ids, sampled_ids, behavior_logprobs FROM step_tokens WHERE step_id IN ({among(some)})"""
+            SELECT s.id, {PROMPT_IDS} AS prompt_ids, t.sampled_ids, t.behavior_logprobs
+            FROM steps s JOIN step_tokens t ON t.step_id = s.id {JOIN_PROMPT_IDS} WHERE s.id IN ({among(some)})"""
         for row in select_rows(tx, query):
             columns = (bytes(row[name]) for name in ("prompt_ids", "sampled_ids", "behavior_logprobs"))
-            tokens[row["step_id"]] = StepTokens(*columns)
+            tokens[row["id"]] = StepTokens(*columns)
     return tokens
 
 
@@ -202,7 +204,8 @@ def _find(tx: Any, shape: EpisodeShape, path: list[str]) -> Any:
         case ["steps", step, name] if name in _OF_STEPS:
             return _column(tx, f"SELECT {name} AS found FROM steps WHERE id = :id", id=_step_id(shape, step))
         case ["steps", step, "messages", place, name] if name in _OF_MESSAGES:
-            rows = select_rows(tx, "SELECT prompt FROM steps WHERE id = :id", id=_step_id(shape, step))
+            query = f"SELECT {PROMPT} AS prompt FROM steps s {JOIN_PROMPT} WHERE s.id = :id"
+            rows = select_rows(tx, query, id=_step_id(shape, step))
             return _of_message(rows[0]["prompt"], place, name) if rows else None
         case ["calls", call, name] if name in ("arguments", "result"):
             return _of_call(tx, shape, _number(call), name)
