@@ -70,10 +70,12 @@ SQL = {
         SELECT r.name, e.id, e.attempt FROM groups g JOIN runs r ON r.id = g.run_id JOIN episodes e ON e.group_id = g.id
         WHERE g.id = :group AND g.attempt = :held AND g.status = 'running'""",
     "step": """
-        INSERT INTO steps (run, episode_id, attempt, number, policy_id, prompt, text, content, thought, new_row, finish_reason,
-                           prompt_tokens, sampled_tokens, logprob_sum, generate_seconds, sampled_at)
-        VALUES (:run, :episode, :attempt, :number, :policy, :prompt, :text, :content, :thought, NULL, :finish_reason,
-                :prompt_tokens, :sampled_tokens, :logprob_sum, :seconds, :now)
+        INSERT INTO steps (run, episode_id, attempt, number, policy_id, prompt, text, content_start, content_length,
+                           thought_start, thought_length, new_row, finish_reason, prompt_tokens, sampled_tokens, logprob_sum,
+                           generate_seconds, sampled_at)
+        VALUES (:run, :episode, :attempt, :number, :policy, :prompt, :text, :content_start, :content_length,
+                :thought_start, :thought_length, NULL, :finish_reason, :prompt_tokens, :sampled_tokens, :logprob_sum,
+                :seconds, :now)
         ON CONFLICT (episode_id, attempt, number) DO NOTHING RETURNING id""",
     "tokens": """
         INSERT INTO step_tokens (step_id, prompt_ids, sampled_ids, behavior_logprobs)
@@ -144,8 +146,10 @@ def _values(target: Target, with_call: bool) -> dict[str, Any]:
         "number": next(target.numbers),
         "prompt": json.dumps([{"role": "tool", "content": "42", "name": "calculator"}]),
         "text": TEXT,
-        "content": STEP.message.content,
-        "thought": STEP.message.thought,
+        "content_start": TEXT.index(STEP.message.content) + 1,
+        "content_length": len(STEP.message.content),
+        "thought_start": TEXT.index(STEP.message.thought) + 1,
+        "thought_length": len(STEP.message.thought),
         "finish_reason": STEP.finish_reason,
         "prompt_tokens": len(STEP.prompt_ids),
         "sampled_tokens": len(STEP.sampled_ids),

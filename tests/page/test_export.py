@@ -101,7 +101,9 @@ def test_export_holds_nothing_of_other_runs_or_folders(trained: Database, tmp_pa
 
 def test_export_confines_text_of_any_kind(trained: Database, tmp_path: Path) -> None:
     with trained.engine.begin() as tx:
-        tx.execute(text("UPDATE steps SET content = :evil, thought = :evil"), {"evil": EVIL})
+        tx.execute(
+            text("UPDATE steps SET text = :evil, content_length = 10000, thought = :evil, thought_start = NULL"), {"evil": EVIL}
+        )
         tx.execute(text("UPDATE runs SET reason = :evil WHERE id = 1"), {"evil": EVIL})
     out = tmp_path / "run.html"
     export.write_export(store(trained), "first", out, [], LIMIT)
@@ -255,7 +257,7 @@ def test_export_retries_busy_store_then_gives_up(trained: Database, tmp_path: Pa
 @pytest.mark.slow
 def test_export_works_in_offline_browser(trained: Database, tmp_path: Path) -> None:
     with trained.engine.begin() as tx:
-        tx.execute(text("UPDATE steps SET content = :evil"), {"evil": EVIL})
+        tx.execute(text("UPDATE steps SET text = :evil, content_length = 10000"), {"evil": EVIL})
     out = tmp_path / "run.html"
     export.write_export(store(trained), "first", out, [], LIMIT)
     answers = recorded(out)["answers"]

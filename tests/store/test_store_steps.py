@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import text
@@ -11,7 +12,8 @@ from sqlalchemy import text
 from agentrl.workflow.store import rollout_claims, steps, tool_calls
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.episode_loader import pack, unpack
-from agentrl.workflow.store.reads import episode_rows
+from agentrl.workflow.store.migrate import downgrade, upgrade
+from agentrl.workflow.store.reads import episode_rows, turn_rows
 from agentrl.workflow.store.rollout_claims import Outcome
 from agentrl.workflow.store.tool_calls import UNKNOWN_OUTCOME
 from agentrl.workflow.trajectory import CallRecord, Message, Task, ToolCall, storable
@@ -125,6 +127,48 @@ def test_restarted_episode_keeps_old_steps_by_attempt(database: Database) -> Non
     steps.commit_sampled(database, work.fence, [sampled(work)])
     assert values(database, "SELECT attempt FROM steps ORDER BY id") == [0, 1]
     assert len(episode_rows.find_episode(database, work.episodes[0].id or 0).episode.steps) == 1
+
+
+PLACED = {
+    "its first part": ("It is 42.<|im_end|>", "It is 42.", ""),
+    "both parts": ("<think>\nso \U0001f98a e\u0301\n</think>\n\nIt is 42.<|im_end|>", "It is 42.", "so \U0001f98a e\u0301"),
+    "after characters of other sizes": ("\u00e9\u4e2d\U0001f98a It is \U0001f98a.", "It is \U0001f98a.", ""),
+    "what cannot be stored": ("a\0b\ud800c", "a\0b\ud800c", ""),
+}
+
+
+@pytest.mark.parametrize("case", PLACED)
+def test_step_parts_that_text_contains_are_stored_once(database: Database, case: str) -> None:
+    written, content, thought = PLACED[case]
+    work = claim(database, start(database, submission())[0])
+    message = Message("assistant", content, thought)
+    steps.commit_sampled(database, work.fence, [replace(sampled(work), step=replace(step(), message=message), text=written)])
+    check_parts(database, work.episodes[0].id, content, thought)
+    assert values(database, "SELECT content || thought FROM steps") == [""]
+    downgrade(database, "0027")
+    assert values(database, "SELECT content || '/' || thought FROM steps") == [f"{storable(content)}/{thought}"]
+    upgrade(database)
+    check_parts(database, work.episodes[0].id, content, thought)
+
+
+def test_step_parts_that_text_lacks_are_stored(database: Database) -> None:
+    work = claim(database, start(database, submission())[0])
+    message = Message("assistant", "one two", "three four")
+    steps.commit_sampled(database, work.fence, [replace(sampled(work), step=replace(step(), message=message), text="one.two")])
+    assert values(database, "SELECT content || thought FROM steps") == ["one twothree four"]
+    check_parts(database, work.episodes[0].id, "one two", "three four")
+
+
+def check_parts(db: Database, episode: int, content: str, thought: str) -> None:
+    """Every reader returns the content and the thought of the only step."""
+    parts = {"content": storable(content), "thought": storable(thought)}
+    record = episode_rows.find_episode(db, episode)
+    message = record.episode.steps[0].message
+    assert {"content": message.content, "thought": message.thought} == parts
+    (row,) = db.ask(lambda tx: turn_rows.load_steps(tx, [1]))
+    paths = {name: db.ask(lambda tx, name=name: turn_rows.load_text(tx, episode, f"steps/0/{name}")) for name in parts}
+    assert {name: record.steps[0][name] for name in parts} == {name: row[name] for name in parts} == paths == parts
+    assert {name: row[f"{name}_chars"] for name in parts} == {name: len(part) for name, part in parts.items()}
 
 
 HOSTILE = "a\0b\ud800c\x1b[31m\u202e"

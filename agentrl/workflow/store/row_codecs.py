@@ -90,7 +90,7 @@ def step_row(record: StepRecord, run: str, attempt: int, options: int | None = N
     step's episode. `options` is the id of the row in `request_options` with the request's tools and template options; None if
     the request has neither.
     """
-    step, request, now = record.step, record.request, datetime.now(UTC)
+    step, request, now, text = record.step, record.request, datetime.now(UTC), storable(record.text)
     answered = request is not None and bool(record.calls) and all(item.result for item in record.calls)
     return {
         "run": run,
@@ -100,9 +100,9 @@ def step_row(record: StepRecord, run: str, attempt: int, options: int | None = N
         "policy_id": record.policy_id,
         "prompt_step_id": None,
         "prompt": _prompt_rows(step, record.shared_messages),
-        "text": storable(record.text),
-        "content": storable(step.message.content),
-        "thought": storable(step.message.thought),
+        "text": text,
+        **_part_columns("content", storable(step.message.content), text),
+        **_part_columns("thought", storable(step.message.thought), text),
         "new_row": step.new_row,
         "chain": step.chain,
         "parent_step": None if step.parent == ROOT else step.parent,
@@ -122,6 +122,21 @@ def step_row(record: StepRecord, run: str, attempt: int, options: int | None = N
         "sampled_at": now,
         "observed_at": now if answered else None,  # by an agent; the built-in loop observes in T2
     }
+
+
+def _part_columns(name: str, part: str, text: str) -> dict[str, Any]:
+    """Return the columns of a part of a step's text: its place in the text or, if the text does not contain it, the part."""
+    start = text.find(part) if part else -1
+    if start < 0:
+        return {name: part, f"{name}_start": None, f"{name}_length": None}
+    return {name: "", f"{name}_start": start + 1, f"{name}_length": len(part)}
+
+
+def _part_of_text(row: Mapping[Any, Any], name: str) -> str:
+    """Return a part of a step's text. `_part_columns` does the reverse."""
+    start = row[f"{name}_start"]
+    part: str = row[name] if start is None else row["text"][start - 1 : start - 1 + row[f"{name}_length"]]
+    return part
 
 
 def token_row(step: Step) -> dict[str, Any]:
@@ -180,7 +195,7 @@ def step_value(row: Mapping[Any, Any], version: int, calls: Sequence[Any], befor
         sampled_ids=sampled_ids,
         behavior_logprobs=logprobs,
         finish_reason=row["finish_reason"],
-        message=Message("assistant", row["content"], row["thought"], tool_calls),
+        message=Message("assistant", _part_of_text(row, "content"), _part_of_text(row, "thought"), tool_calls),
         policy_version=version,
         seconds=row["generate_seconds"],
         results=results if row["observed_at"] is not None else None,

@@ -76,6 +76,15 @@ def text_column(name: str, default: str | None = "") -> Column[str]:
     return Column(name, Text, nullable=default is None, server_default=default)
 
 
+def place_columns(name: str) -> tuple[Column[int], Column[int]]:
+    """Return the columns of the place at which the row's `text` contains the value of the column `name`, which is then empty.
+
+    The place is the position of the first character, counted from 1, and the number of characters. If the text does not contain
+    the value, the place is NULL, and the column `name` has the value.
+    """
+    return Column(f"{name}_start", Integer, nullable=True), Column(f"{name}_length", Integer, nullable=True)
+
+
 def count_column(name: str) -> Column[int]:
     """Return a column for a count that starts at 0."""
     return Column(name, Id, nullable=False, server_default="0")

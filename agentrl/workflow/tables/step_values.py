@@ -1,7 +1,8 @@
-"""The SQL for values of a step that its row does not repeat, because another row has them. `s` is the step's row in `steps`, and
+"""The SQL for values of a step that are stored once, in another column or row. `s` is the step's row in `steps`, and
 `t` is its row in `step_tokens`.
 """
 
+CONTENT, THOUGHT = (f"coalesce(substr(s.text, s.{part}_start, s.{part}_length), s.{part})" for part in ("content", "thought"))
 PROMPT = "coalesce(prompt_step.prompt, s.prompt)"
 JOIN_PROMPT = "LEFT JOIN steps prompt_step ON prompt_step.id = s.prompt_step_id"
 """The join that PROMPT needs."""

@@ -18,6 +18,7 @@ from datetime import datetime
 from typing import Any
 
 from agentrl.workflow.stats.group_variance import CUT_OFF, DIFFERENT, NO_VARIANCE, SURPLUS
+from agentrl.workflow.tables.step_values import CONTENT, THOUGHT
 from agentrl.workflow.tables.view_row import ViewRow, column
 from agentrl.workflow.trajectory import TRUNCATED
 
@@ -260,8 +261,8 @@ class StepRow(
     episode_id: int = column("s.episode_id")
     step: int = column("s.number")
     attempt: int = column("s.attempt")
-    thought: str = column("s.thought")
-    content: str = column("s.content")
+    thought: str = column(THOUGHT)
+    content: str = column(CONTENT)
     text: str = column("s.text")
     finish_reason: str = column("s.finish_reason")
     prompt_tokens: int = column("s.prompt_tokens")

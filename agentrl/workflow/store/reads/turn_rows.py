@@ -13,7 +13,7 @@ from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.store.driver_reader import Row, among, select_rows
 from agentrl.workflow.store.reads.episode_shape import EpisodeShape, in_parts, load_shape
 from agentrl.workflow.store.row_codecs import RemovedTokens, unpack
-from agentrl.workflow.tables.step_values import JOIN_PROMPT, JOIN_PROMPT_IDS, PROMPT, PROMPT_IDS
+from agentrl.workflow.tables.step_values import CONTENT, JOIN_PROMPT, JOIN_PROMPT_IDS, PROMPT, PROMPT_IDS, THOUGHT
 from agentrl.workflow.tables.views import AnnotationRow, CallRow
 from agentrl.workflow.token_chains import EQUAL
 
@@ -32,7 +32,8 @@ def cut_column(column: str, name: str = "", max_chars: int = READ_CHARS) -> str:
 
 
 _STEPS = f"""
-    SELECT s.id, s.number AS step, p.version AS policy_version, {cut_column("s.thought")}, {cut_column("s.content")},
+    SELECT s.id, s.number AS step, p.version AS policy_version, {cut_column(THOUGHT, "thought")},
+           {cut_column(CONTENT, "content")},
            {cut_column("s.text")}, {cut_column("s.new_row")}, s.finish_reason,
            s.logprob_sum / nullif(s.sampled_tokens, 0) AS mean_logprob, s.generate_seconds, s.sampled_at, s.observed_at,
            s.request_id, {PROMPT} AS prompt, s.asked
@@ -169,7 +170,7 @@ def unpack_ids(packed: bytes, first: int, last: int) -> list[int]:
 
 MAX_PATH = 200
 """The maximum length of a path, in characters."""
-_OF_STEPS = ("thought", "content", "text", "new_row")
+_OF_STEPS = {"thought": THOUGHT, "content": CONTENT, "text": "s.text", "new_row": "s.new_row"}
 _OF_AGENTS = ("error", "output", "answer")
 _OF_EPISODES = ("final_answer", "error")
 _OF_MESSAGES = ("content", "thought", "tool_calls")
@@ -202,7 +203,7 @@ def _find(tx: Any, shape: EpisodeShape, path: list[str]) -> Any:
                 ORDER BY id DESC LIMIT 1"""
             return _column(tx, query, id=shape.id, attempt=shape.attempt)
         case ["steps", step, name] if name in _OF_STEPS:
-            return _column(tx, f"SELECT {name} AS found FROM steps WHERE id = :id", id=_step_id(shape, step))
+            return _column(tx, f"SELECT {_OF_STEPS[name]} AS found FROM steps s WHERE s.id = :id", id=_step_id(shape, step))
         case ["steps", step, "messages", place, name] if name in _OF_MESSAGES:
             query = f"SELECT {PROMPT} AS prompt FROM steps s {JOIN_PROMPT} WHERE s.id = :id"
             rows = select_rows(tx, query, id=_step_id(shape, step))
