@@ -390,6 +390,12 @@ class Episode:
         return "" if last is None or last.message.tool_calls else last.message.content
 
     @property
+    def answer_step(self) -> int | None:
+        """The index of the step whose content is the final answer; None if there is no such step or it is inherited."""
+        last = None if self.answer is not None else self.last_turn
+        return None if last is None or last.message.tool_calls or last.index < self.inherited else last.index
+
+    @property
     def begun(self) -> bool:
         """True if the episode has sampled a step itself. Inherited steps of a fork are not its own."""
         return len(self.steps) > self.inherited

@@ -39,7 +39,11 @@ def scored_outcome(
         for hook in hooks:
             parts |= _parts_from_hook(hook, rewarded)
         reward = total_reward(parts, weights)
-        return Outcome(ended.id, "done", ended.stop_reason, reward, parts, ended.final_answer, own_weights=own_weights)
+        return Outcome(
+            *(ended.id, "done", ended.stop_reason, reward, parts, ended.final_answer),
+            own_weights=own_weights,
+            answer_step=ended.answer_step,
+        )
     except RewardError as error:
         return unscored_outcome(ended, error)
 

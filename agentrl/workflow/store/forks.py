@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, func, select, text
 
 from agentrl.workflow.errors import NotFoundError, StateError
 from agentrl.workflow.store.connect import read_transaction
 from agentrl.workflow.store.episode_loader import MAX_ID, episode_row, load_episodes, message_row, split_in_parts, task_value
 from agentrl.workflow.store.run_resources import copy_links
 from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.step_values import FINAL_ANSWER
 from agentrl.workflow.trajectory import OPEN, Episode, Message
 
 
@@ -138,7 +139,6 @@ def _insert_stand_in(tx: Connection, shared: Mapping[str, Any], parent: Mapping[
         "status",
         "stop_reason",
         "reward",
-        "final_answer",
         "error_class",
         "error",
         "tainted",
@@ -146,9 +146,10 @@ def _insert_stand_in(tx: Connection, shared: Mapping[str, Any], parent: Mapping[
         "finished_at",
     )
     whole = parent["inherited_steps"] + parent["steps"]
+    answer = tx.execute(text(f"SELECT {FINAL_ANSWER} FROM episodes e WHERE e.id = :id"), {"id": parent["id"]}).scalar_one()
     stand_in: int = tx.execute(
         schema.episodes.insert()
-        .values(**shared, inherited_steps=whole, **{name: parent[name] for name in copied_columns})
+        .values(**shared, inherited_steps=whole, **{name: parent[name] for name in copied_columns}, final_answer=answer)
         .returning(schema.episodes.c.id)
     ).scalar_one()
     rewards = schema.rewards.c

@@ -22,6 +22,7 @@ from agentrl.workflow.store.episode_loader import load_episodes, message_value, 
 from agentrl.workflow.store.leases import memory_hint, note_takeover
 from agentrl.workflow.store.planning import is_broken, log, select_unlocked_groups
 from agentrl.workflow.store.prepared_statements import PreparedStatement
+from agentrl.workflow.store.row_codecs import SORTED_CHARS
 from agentrl.workflow.store.run_format import supports_format
 from agentrl.workflow.store.run_resources import resources_of_group
 from agentrl.workflow.store.solved_rule import judge_group
@@ -95,6 +96,7 @@ class GroupWork:
 class Outcome:
     """The end of an episode: done with a stop_reason and reward parts, or failed or infra_error with an error.
 
+    `answer_step` is the number of the episode's own step whose content is `final_answer`; None if there is no such step.
     `of_agent` is True if an external agent decided the turns and ran its own tool calls. `own_weights` has the weights of
     reward parts to which the run's weights do not refer.
     """
@@ -109,6 +111,7 @@ class Outcome:
     error: str = ""
     of_agent: bool = False
     own_weights: Mapping[str, float] = field(default_factory=dict)
+    answer_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,13 +438,15 @@ def _leave_unobserved(tx: Connection, episodes: Sequence[int]) -> None:
 
 
 def _episode_end_row(outcome: Outcome) -> dict[str, Any]:
-    now = datetime.now(UTC)
+    now, answer = datetime.now(UTC), storable(outcome.final_answer)
+    answer_step = outcome.answer_step if len(answer) > SORTED_CHARS else None
     return {
         "of_episode": outcome.episode,
         "status": outcome.status,
         "stop_reason": outcome.stop_reason,
         "reward": outcome.reward,
-        "final_answer": storable(outcome.final_answer),
+        "final_answer": answer if answer_step is None else answer[:SORTED_CHARS],
+        "answer_step": answer_step,
         "error_class": outcome.error_class,
         "error": storable(outcome.error),
         "began": now,

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 MAX_ID = 2**63 - 1
 """The largest integer that both databases can store."""
+SORTED_CHARS = 40
+"""The number of characters of a text by which lists are sorted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,9 @@ def episode_value(row: Mapping[Any, Any], task: Task, steps: Sequence[Step]) -> 
         inherited=row["inherited_steps"],
         tainted=row["tainted"],
     )
-    if episode.status == "done" and storable(episode.final_answer) != row["final_answer"]:
-        return replace(episode, answer=row["final_answer"])
+    answer = next((step.message.content for step in steps if step.index == row["answer_step"]), row["final_answer"])
+    if episode.status == "done" and storable(episode.final_answer) != answer:
+        return replace(episode, answer=answer)
     return episode
 
 

@@ -285,6 +285,7 @@ episodes = Table(
     text_column("error"),
     float_column("reward"),
     text_column("final_answer"),
+    Column("answer_step", Integer, nullable=True),
     count_column("steps"),
     count_column("prompt_tokens"),
     count_column("sampled_tokens"),
@@ -307,6 +308,9 @@ episodes = Table(
     Index("ix_episodes_run_status", "run_id", "status"),
     Index("ix_episodes_run", "run_id", "id"),
 )
+"""The episodes. If a long final answer is the content of a step of the episode, `answer_step` is the step's number, and
+`final_answer` has only the first characters, by which lists are sorted.
+"""
 
 request_options = Table(
     "request_options",

@@ -18,7 +18,7 @@ from datetime import datetime
 from typing import Any
 
 from agentrl.workflow.stats.group_variance import CUT_OFF, DIFFERENT, NO_VARIANCE, SURPLUS
-from agentrl.workflow.tables.step_values import CONTENT, THOUGHT
+from agentrl.workflow.tables.step_values import CONTENT, FINAL_ANSWER, THOUGHT
 from agentrl.workflow.tables.view_row import ViewRow, column
 from agentrl.workflow.trajectory import TRUNCATED
 
@@ -221,7 +221,7 @@ class EpisodeRow(
     stop_reason: str | None = column("e.stop_reason")
     reward: float | None = column("e.reward")
     advantage: float | None = column("c.advantage")
-    final_answer: str = column("e.final_answer")
+    final_answer: str = column(FINAL_ANSWER)
     reference: str = column("t.reference")
     policy_version: int = column("p.version")
     staleness: int | None = column(_STALENESS)

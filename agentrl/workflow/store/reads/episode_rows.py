@@ -108,7 +108,8 @@ _CALLS = "FROM tool_calls c WHERE c.episode_id = episodes.id AND c.attempt = epi
 _TEXTS = """
     (lower(final_answer) LIKE lower(:text) ESCAPE '!' OR lower(error) LIKE lower(:text) ESCAPE '!'
      OR EXISTS (SELECT 1 FROM steps s {join} WHERE s.episode_id = episodes.id AND s.attempt = episodes.attempt
-                AND (lower(s.text) LIKE lower(:text) ESCAPE '!' OR {prompt}))
+                AND (lower(s.text) LIKE lower(:text) ESCAPE '!' OR {prompt}
+                     OR s.number = answer_step AND s.content_start IS NULL AND lower(s.content) LIKE lower(:text) ESCAPE '!'))
      OR EXISTS (SELECT 1 FROM tool_calls c WHERE c.episode_id = episodes.id AND c.attempt = episodes.attempt
                 AND (lower(c.result) LIKE lower(:text) ESCAPE '!' OR {arguments})))"""
 _DOCUMENT = "lower(CAST({column} AS TEXT)) LIKE lower(:{word}) ESCAPE '!'"

@@ -10,6 +10,7 @@ from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_re
 from agentrl.workflow.store.reads.paging import Page, Paging, choose_conditions, select_page
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.run_names import find_run
+from agentrl.workflow.tables.step_values import FINAL_ANSWER
 from agentrl.workflow.tables.views import EvalRow
 from agentrl.workflow.trajectory import PolicyRef
 
@@ -204,7 +205,7 @@ def load_task_texts(tx: Any, tasks: Iterable[int]) -> dict[int, dict[str, str]]:
 def load_answers(tx: Any, episodes: Iterable[int | None]) -> dict[int, str]:
     """Return the first KEY_CHARS characters of each episode's final answer, by the episode's id."""
     ids = among(id for id in episodes if id is not None)
-    query = f"SELECT id, substr(final_answer, 1, {KEY_CHARS}) AS answer FROM episodes WHERE id IN ({ids})"
+    query = f"SELECT e.id, substr({FINAL_ANSWER}, 1, {KEY_CHARS}) AS answer FROM episodes e WHERE e.id IN ({ids})"
     return {row["id"]: row["answer"] for row in select_rows(tx, query)}
 
 

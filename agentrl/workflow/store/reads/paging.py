@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from agentrl.workflow.errors import ConfigError, did_you_mean
 from agentrl.workflow.store.driver_reader import among, select_rows
-from agentrl.workflow.store.row_codecs import MAX_ID
+from agentrl.workflow.store.row_codecs import MAX_ID, SORTED_CHARS
 from agentrl.workflow.tables.view_row import ViewRow
 from agentrl.workflow.trajectory import storable
 
@@ -301,7 +301,7 @@ def text_order(column: str) -> str:
     """Return the SQL by which a list is sorted by a text of any length. It takes only the first characters, because the sort
     value must fit into a cursor.
     """
-    return f"substr({column}, 1, 40)"
+    return f"substr({column}, 1, {SORTED_CHARS})"
 
 
 def _order_by(column: str, way: str, back: bool = False) -> str:

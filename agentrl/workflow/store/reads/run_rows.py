@@ -17,6 +17,7 @@ from agentrl.workflow.store.reads.paging import (
 from agentrl.workflow.store.row_codecs import MAX_ID
 from agentrl.workflow.store.run_names import find_run
 from agentrl.workflow.store.solved_rule import load_rule
+from agentrl.workflow.tables.step_values import FINAL_ANSWER
 from agentrl.workflow.tables.views import RunRow
 from agentrl.workflow.trajectory import storable
 
@@ -227,7 +228,7 @@ def describe_flat_rewards(tx: Any, run: str, since: int) -> Row:
     parts = f"""
         SELECT r.part, min(r.value) AS least, max(r.value) AS most FROM rewards r JOIN reward_sets s ON s.id = r.reward_set_id
         WHERE s.name = 'default' AND r.episode_id IN (SELECT e.id {chosen}) GROUP BY r.part ORDER BY r.part"""
-    example = f"SELECT e.id, e.final_answer {chosen} ORDER BY e.id DESC LIMIT 1"
+    example = f"SELECT e.id, {FINAL_ANSWER} AS final_answer {chosen} ORDER BY e.id DESC LIMIT 1"
     algorithm = "SELECT config -> 'algorithm' ->> 'name' AS algorithm FROM runs WHERE id = :id"
     return {
         **select_rows(tx, counts, **args, **rule.parameters)[0],

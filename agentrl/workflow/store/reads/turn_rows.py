@@ -13,7 +13,7 @@ from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.store.driver_reader import Row, among, select_rows
 from agentrl.workflow.store.reads.episode_shape import EpisodeShape, in_parts, load_shape
 from agentrl.workflow.store.row_codecs import RemovedTokens, unpack
-from agentrl.workflow.tables.step_values import CONTENT, JOIN_PROMPT, JOIN_PROMPT_IDS, PROMPT, PROMPT_IDS, THOUGHT
+from agentrl.workflow.tables.step_values import CONTENT, FINAL_ANSWER, JOIN_PROMPT, JOIN_PROMPT_IDS, PROMPT, PROMPT_IDS, THOUGHT
 from agentrl.workflow.tables.views import AnnotationRow, CallRow
 from agentrl.workflow.token_chains import EQUAL
 
@@ -172,7 +172,7 @@ MAX_PATH = 200
 """The maximum length of a path, in characters."""
 _OF_STEPS = {"thought": THOUGHT, "content": CONTENT, "text": "s.text", "new_row": "s.new_row"}
 _OF_AGENTS = ("error", "output", "answer")
-_OF_EPISODES = ("final_answer", "error")
+_OF_EPISODES = {"final_answer": FINAL_ANSWER, "error": "e.error"}
 _OF_MESSAGES = ("content", "thought", "tool_calls")
 
 
@@ -191,7 +191,7 @@ def load_text(tx: Any, episode: int, path: str) -> str:
 def _find(tx: Any, shape: EpisodeShape, path: list[str]) -> Any:
     match path:
         case ["episode", name] if name in _OF_EPISODES:
-            return _column(tx, f"SELECT {name} AS found FROM episodes WHERE id = :id", id=shape.id)
+            return _column(tx, f"SELECT {_OF_EPISODES[name]} AS found FROM episodes e WHERE e.id = :id", id=shape.id)
         case ["task", "reference"]:
             return _column(tx, "SELECT reference AS found FROM tasks WHERE id = :id", id=shape.task_id)
         case ["task", "messages", place, name] if name in _OF_MESSAGES:
