@@ -25,6 +25,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    text,
 )
 
 from agentrl.workflow.annotations import KINDS as ANNOTATION_KINDS
@@ -269,6 +270,8 @@ iteration_groups = Table(
 )
 """The stored groups on which an iteration trains, in a run that samples no groups itself."""
 
+IS_FORK = text("parent_id IS NOT NULL")
+"""The condition of the episodes in the index of forks: few episodes are forks."""
 episodes = Table(
     "episodes",
     metadata,
@@ -294,7 +297,7 @@ episodes = Table(
     seconds_column("generate_seconds"),
     seconds_column("tool_seconds"),
     Column("tainted", Boolean, nullable=False, server_default="0"),
-    reference_column("parent_id", "episodes", nullable=True, index=True),
+    reference_column("parent_id", "episodes", nullable=True),
     Column("fork_step", Integer, nullable=True),
     Column("inherited_steps", Integer, nullable=False, server_default="0"),
     created_column(),
@@ -307,6 +310,7 @@ episodes = Table(
     CheckConstraint("status NOT IN ('failed', 'infra_error') OR error <> ''", name="failed_has_error"),
     Index("ix_episodes_run_status", "run_id", "status"),
     Index("ix_episodes_run", "run_id", "id"),
+    Index("ix_episodes_parent_id", "parent_id", sqlite_where=IS_FORK, postgresql_where=IS_FORK),
 )
 """The episodes. If a long final answer is the content of a step of the episode, `answer_step` is the step's number, and
 `final_answer` has only the first characters, by which lists are sorted.
