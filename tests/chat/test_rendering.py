@@ -2,6 +2,7 @@
 
 import json
 import unicodedata
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.workflow.chat.parsing import parse_text
-from agentrl.workflow.chat.rendering import Chat
+from agentrl.workflow.chat.rendering import KEPT_RESTS, Chat
 from agentrl.workflow.chat.tiny_template import TEMPLATE
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.models.tiny import tiny_tokenizer
@@ -80,6 +81,19 @@ def test_chat_episode_is_one_growing_row(results: list[str], said: list[Message]
         row += chat().turn(turn) + ids
         messages += [turn, *heard]
     assert chat().decode(row) == chat().decode(chat().opening(messages, [SCHEMA]))
+
+
+def test_continuation_does_not_depend_on_earlier_ones() -> None:
+    other, messages = Chat(tokenizer()), ([RESULT], [replace(RESULT, content="20")], [RESULT, RESULT], [QUESTION])
+    asked = [
+        (heard, tools, turn)
+        for heard in messages
+        for tools in ([SCHEMA], [])
+        for turn in (None, chat().turn(CALLING), chat().turn(CALLING)[:-1])
+    ]
+    for heard, tools, turn in [*asked, *reversed(asked)]:
+        assert other.continuation(heard, tools, turn) == Chat(tokenizer()).continuation(heard, tools, turn)
+    assert len(other._rests) == KEPT_RESTS
 
 
 def test_chat_opening_holds_tools_in_few_tokens() -> None:

@@ -43,6 +43,9 @@ KEPT = 256
 Clients may send any number of tools and strings.
 """
 
+KEPT_RESTS = 8
+"""The most rendered continuations that a chat keeps. In a group, many episodes read the same results of tools."""
+
 UNCHECKED = 4
 """The number of characters, as a multiple of `max_tokens`, up to which the length of a text is not checked."""
 
@@ -115,6 +118,7 @@ class Chat:
         self.strict_calls = strict_calls
         self._clock = datetime.now(UTC)
         self._prefixes: OrderedDict[bytes, _ProbeAnswer] = OrderedDict()
+        self._rests: OrderedDict[Hashable, tuple[tuple[int, ...] | None, str]] = OrderedDict()
         self._stops: OrderedDict[tuple[str, ...], Stops] = OrderedDict()
         source = json.dumps(tokenizer.chat_template, ensure_ascii=False)  # the marks of DeepSeek are not ASCII
         self.manner: Manner = manner_of(self._apply, source, tool_format)
@@ -127,7 +131,7 @@ class Chat:
     def at(self, clock: datetime) -> "Chat":
         """Return a copy of the chat in which `clock` is the current time for the template."""
         view = copy(self)
-        view._clock, view._prefixes = clock.astimezone(UTC), OrderedDict()
+        view._clock, view._prefixes, view._rests = clock.astimezone(UTC), OrderedDict(), OrderedDict()
         view.__dict__.pop("_turn_prompt", None)
         return view
 
@@ -177,6 +181,27 @@ class Chat:
         """
         if messages and messages[0].role in RAW_ROLES:
             return self._raw_ids(messages, max_tokens), ""
+        key = (_key(tools, options), repr(messages), max_tokens)
+        rest, reason = _kept(self._rests, key, lambda: self._render_rest(messages, tools, options, max_tokens), KEPT_RESTS)
+        if rest is None:
+            return None, reason
+        if turn is None or not self.has_end_token(turn):
+            return rest[turn is None :], ""
+        ended_by = list(takewhile(self.end_ids.__contains__, rest))  # some templates write two end tokens
+        if turn[-1] in ended_by:
+            return rest[ended_by.index(turn[-1]) + 1 :], ""
+        # The template ends turns with the next role's token, and this turn has another one.
+        if rest[0] != self._prefix(tools, options).end:
+            ended, follows = self.decode(turn[-1:]), self.decode(rest[:1])
+            return None, f"the turn ended with {ended}, and the template continues with {follows}"
+        return rest[1:], ""
+
+    def _render_rest(
+        self, messages: Sequence[Message], tools: Sequence[Schema], options: Mapping[str, Any], max_tokens: int | None
+    ) -> tuple[tuple[int, ...] | None, str]:
+        """Return the ids from the end token of the turn before the messages to the next generation prompt. If the template
+        does not continue the turn exactly, return None and the reason. For the errors see `opening`.
+        """
         before = self._prefix(tools, options)
         conversation = [_PROBE_QUESTION, _PROBE_ANSWER, *messages]
         whole = self._encode(self._render(conversation, tools, generate=True, options=options), max_tokens)
@@ -185,15 +210,7 @@ class Chat:
             return None, self._why_not(messages, tools, options)
         if self._shows_probe(rest, messages):
             return None, f"the template repeats earlier turns after a {messages[0].role} message"
-        if turn is None or not self.has_end_token(turn):
-            return rest[turn is None :], ""
-        ended_by = list(takewhile(self.end_ids.__contains__, rest))  # some templates write two end tokens
-        if turn[-1] in ended_by:
-            return rest[ended_by.index(turn[-1]) + 1 :], ""
-        if rest[0] != before.end:  # the template ends turns with the next role's token; this turn has another
-            ended, follows = self.decode(turn[-1:]), self.decode(rest[:1])
-            return None, f"the turn ended with {ended}, and the template continues with {follows}"
-        return rest[1:], ""
+        return rest, ""
 
     def _raw_ids(self, messages: Sequence[Message], max_tokens: int | None) -> tuple[int, ...]:
         """Return the ids of a prompt that a client wrote itself (`RAW_ROLES`). Special tokens in its text stay special.
@@ -241,7 +258,7 @@ class Chat:
 
     def stops(self, strings: tuple[str, ...]) -> Stops:
         """Return the cached matcher of these stop strings. Raise ModelError if the bytes of tokens are unknown."""
-        return _kept(self._stops, strings, lambda: Stops(self._spelling, strings))
+        return _kept(self._stops, strings, lambda: Stops(self._spelling, strings), KEPT)
 
     def turn(self, message: Message, tools: Sequence[Schema] = ()) -> tuple[int, ...]:
         """Return the tokens of an assistant's message as the policy would have sampled it, including the end-of-turn token.
@@ -388,14 +405,11 @@ class Chat:
         return ends
 
     def _prefix(self, tools: Sequence[Schema], options: Mapping[str, Any] = NO_OPTIONS) -> _ProbeAnswer:
-        # Keys are not sorted: a template may write tools and options in the order in which they come.
-        key = hashlib.sha256(f"{json.dumps(list(tools))}\n{check_options(options)}".encode()).digest()
-
         def make() -> _ProbeAnswer:
             conversation = [_PROBE_QUESTION, _PROBE_ANSWER]
             return self._find_answer(self._encode(self._render(conversation, tools, generate=False, options=options)))
 
-        return _kept(self._prefixes, key, make)
+        return _kept(self._prefixes, _key(tools, options), make, KEPT)
 
     def _find_answer(self, ids: tuple[int, ...]) -> _ProbeAnswer:
         """Find the answer of the probe: the last text between special tokens that contains the words of the answer."""
@@ -491,13 +505,18 @@ class Chat:
         return [self._defuse_all(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _kept(cache: OrderedDict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:
+def _key(tools: Sequence[Schema], options: Mapping[str, Any]) -> bytes:
+    # Keys are not sorted: a template may write tools and options in the order in which they come.
+    return hashlib.sha256(f"{json.dumps(list(tools))}\n{check_options(options)}".encode()).digest()
+
+
+def _kept(cache: OrderedDict[Key, Value], key: Key, make: Callable[[], Value], size: int) -> Value:
     value = cache.get(key)
     if value is None:
         value = cache[key] = make()
     with suppress(KeyError):  # another thread dropped it
         cache.move_to_end(key)
-        while len(cache) > KEPT:
+        while len(cache) > size:
             cache.popitem(last=False)
     return value
 
