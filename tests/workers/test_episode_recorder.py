@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl.workers.jobs.episode_recorder import EpisodeRecorder
+from agentrl.workflow.annotations import Annotation
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import Fenced
@@ -125,6 +126,19 @@ def test_recorder_state_equals_state_read_from_rows(sqlite: Database) -> None:
     answer_all(sqlite, answered())
     heir.commit_results({1: (answered(),)})
     assert recorder_of(sqlite, group).episodes == heir.episodes
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_recorder_counts_rewards_that_tools_gave(sqlite: Database, is_lost: bool) -> None:
+    group = group_of(sqlite)
+    recorder = recorder_of(sqlite, group)
+    recorder.commit_sampled([sampled(recorder.work, calls=(CALL,)), sampled(recorder.work, 1)])
+    result = replace(answered(), annotations=(Annotation("call:1:0", "reward", "progress", {"value": 0.75}, source="tool"),))
+    answer_all(sqlite, result)
+    recorder.commit_results({1: (result,)})
+    recorder = recorder_of(sqlite, group) if is_lost else recorder
+    outcomes, _ = recorder.ask_judges({1: "answered", 2: "answered"})
+    assert [(outcome.parts or {}).get("progress") for outcome in outcomes] == [0.75, None]
 
 
 def test_recorder_ends_episode_that_hook_vetoes(sqlite: Database) -> None:

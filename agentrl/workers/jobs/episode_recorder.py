@@ -54,9 +54,12 @@ class EpisodeRecorder:
     _judged: dict[int, tuple[Episode, tuple[str, ...]]] = field(default_factory=dict)
     _says_waiting: bool = False
     _shown: dict[int, dict[tuple[int, int], str]] = field(default_factory=dict)
+    _annotated: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.episodes = {episode.id: replace(episode, limits=self.limits) for episode in self.work.episodes}
+        if self.work.fence.attempt > 1:  # the worker of an earlier claim may have stored annotations
+            self._annotated |= self.episodes.keys()
 
     def begin(self) -> None:
         """Resume every episode after its last stored step. If the env cannot resume, restart the episode."""
@@ -123,6 +126,8 @@ class EpisodeRecorder:
             steps.commit_observed(self.db, self.work.fence, observed)
             self._report_going_on()
         for episode, step in observed:
+            if any(result.annotations for result in step.results or ()):
+                self._annotated.add(episode)
             self._add_step(episode, step)
         return going_on
 
@@ -134,7 +139,8 @@ class EpisodeRecorder:
                 episode, the ids of its questions, which may now be sent.
         """
         outcomes, judge_questions = [], []
-        by_episode = episode_annotations.load_annotations(self.db, list(ended)) if ended else {}
+        annotated = [number for number in ended if self.of_agents or number in self._annotated]
+        by_episode = episode_annotations.load_annotations(self.db, annotated) if annotated else {}
         for number, stop_reason in ended.items():
             annotations = by_episode.get(number, ())
             episode = replace(self.episodes[number], status="done", stop_reason=stop_reason, annotations=annotations)
@@ -229,6 +235,7 @@ class EpisodeRecorder:
     def _note(self, episode: Episode, annotations: Sequence[Annotation]) -> None:
         """Store the hooks' annotations of the episode. Annotations that are stored already stay as they are."""
         if annotations:
+            self._annotated.add(episode.id)
             episode_annotations.note_annotations(self.db, self.work.fence, episode.id, len(episode.steps), annotations)
 
 
