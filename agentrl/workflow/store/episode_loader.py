@@ -71,13 +71,14 @@ def load_episodes(tx: Connection, condition: Any, tasks: Mapping[int, Task], wit
         tasks: the tasks of these episodes, by id.
         with_tokens: False for a caller that reads only texts. All token ids and logprobs are then 0.
     """
-    if with_tokens:
-        check_tokens(tx, condition)
     order = (schema.episodes.c.group_id, schema.episodes.c.sample)
     rows = tx.execute(select(schema.episodes).where(condition).order_by(*order)).mappings().all()
+    sampled = any(row["steps"] for row in rows)
+    if with_tokens and sampled:
+        check_tokens(tx, condition)
     inherited = _load_inherited_steps(tx, rows, tasks, with_tokens)
     current = schema.episodes.c.attempt == schema.steps.c.attempt
-    steps = _load_steps(tx, condition, current, inherited, with_tokens) if any(row["steps"] for row in rows) else {}
+    steps = _load_steps(tx, condition, current, inherited, with_tokens) if sampled else {}
     by_episode = {episode: own for (episode, _), own in steps.items()}
     return tuple(
         episode_value(row, tasks[row["task_id"]], by_episode.get(row["id"], inherited.get(row["id"], ()))) for row in rows

@@ -66,6 +66,12 @@ class PreparedStatement:
             rows: list[Any] = cursor.execute(compiled.text, compiled.values(values)).fetchall()
         return [compiled.typed(row) for row in rows] if compiled.read else rows
 
+    def mappings(self, tx: Connection, values: Values) -> list[dict[str, Any]]:
+        """Run a query once; return the result rows as values by column name."""
+        assert isinstance(self.statement, Select)
+        names = self.statement.selected_columns.keys()
+        return [dict(zip(names, row, strict=True)) for row in self.rows(tx, values)]
+
     def run(self, tx: Connection, *rows: Values) -> int:
         """Run the statement for each element of `rows`; return the number of changed table rows. On Postgres the executions are
         pipelined.

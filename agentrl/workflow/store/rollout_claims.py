@@ -137,9 +137,9 @@ def _is_open(status: Column[str]) -> ColumnElement[bool]:
 
 
 @cache
-def _free_group(lease_seconds: float) -> Select[Any]:
+def _free_group(lease_seconds: float) -> PreparedStatement:
     """Select the group `:wanted` if it is open and no other worker than `:claimant` holds a live lease on it."""
-    return (
+    return PreparedStatement(
         select(_GROUPS.run_id, _GROUPS.worker, _GROUPS.losses, _GROUPS.lease_until)
         .add_columns(schema.runs.c.status, schema.runs.c.name, schema.runs.c.format)
         .join(schema.runs, schema.runs.c.id == _GROUPS.run_id)
@@ -149,14 +149,12 @@ def _free_group(lease_seconds: float) -> Select[Any]:
     )
 
 
-_TAKE_GROUP = (
+_TAKE_GROUP = PreparedStatement(
     update(schema.groups)
     .where(_GROUPS.id == bindparam("wanted"))
     .values(
         attempt=_GROUPS.attempt + 1,
         status="running",
-        worker=bindparam("worker"),
-        losses=bindparam("losses"),
         lease_until=now_ms() + bindparam("lease", type_=BigInteger()),
         started_at=func.coalesce(_GROUPS.started_at, bindparam("now", type_=Utc())),
     )
@@ -173,20 +171,22 @@ def claim_group(tx: Connection, group: int, worker: str, lease_seconds: float) -
     unique to this claim. If the reply of the commit is lost and the caller repeats the claim, the name shows that both are the
     same claim. `lease_seconds` is the length of the lease, in seconds.
     """
-    before = tx.execute(_free_group(lease_seconds), {"wanted": group, "claimant": worker}).one_or_none()
-    if before is None or before.status != "running" or not supports_format(before.name, before.format):
+    free = _free_group(lease_seconds).rows(tx, {"wanted": group, "claimant": worker})
+    if not free:
         return None
+    ((run_id, previous, losses, lease_until, status, run, run_format),) = free
+    if status != "running" or not supports_format(run, run_format):
+        return None
+    lease_ms = int(lease_seconds * 1000)
     # A worker that hands its claim back clears its name; one that is still named there was lost.
-    lost = before.worker not in ("", worker)
-    if lost:
-        seen = (before.lease_until or 0) - int(lease_seconds * 1000)
-        note_takeover(tx, before.run_id, before.worker, f"group {group}", worker, seen)
-    losses = before.losses + lost
-    values = {"wanted": group, "worker": worker, "losses": losses, "now": datetime.now(UTC)}
-    attempt = tx.execute(_TAKE_GROUP, values | {"lease": int(lease_seconds * 1000)}).scalar_one()
+    if previous not in ("", worker):
+        note_takeover(tx, run_id, previous, f"group {group}", worker, (lease_until or 0) - lease_ms)
+        losses += 1
+    values = {"wanted": group, "worker": worker, "losses": losses, "now": datetime.now(UTC), "lease": lease_ms}
+    ((attempt,),) = _TAKE_GROUP.rows(tx, values)
     fence = Fence(group, attempt)
     if losses >= MAX_LOSSES:
-        hint = memory_hint(tx, before.run_id, before.worker)
+        hint = memory_hint(tx, run_id, previous)
         _fail_open_episodes(tx, fence, "oom" if hint else "lost", f"its worker was lost {losses} times{hint}")
         return None
     return _load_work(tx, fence)
@@ -204,7 +204,7 @@ All turns of an episode read the same time, on each worker and in `replay --veri
 the date (Llama 3.2, Granite, SmolLM3) would change earlier turns at midnight.
 """
 
-_GROUP_WORK = (
+_GROUP_WORK = PreparedStatement(
     select(
         CLOCK,
         schema.groups.c.run_id,
@@ -236,7 +236,7 @@ _GROUP_WORK = (
 
 
 def _load_work(tx: Connection, fence: Fence) -> GroupWork:
-    row = tx.execute(_GROUP_WORK, {"wanted": fence.group}).mappings().one()
+    (row,) = _GROUP_WORK.mappings(tx, {"wanted": fence.group})
     task = task_value(row)
     unfinished = _is_open(schema.episodes.c.status)
     return GroupWork(

@@ -35,7 +35,7 @@ class CallWork:
 
 
 _CALLS, _EPISODES = schema.tool_calls.c, schema.episodes.c
-_CALL = (
+_CALL = PreparedStatement(
     select(_CALLS.id, schema.runs.c.config["env"].as_string(), _CALLS.tool, _CALLS.arguments, _CALLS.effects, schema.runs.c.id)
     .add_columns(_CALLS.kind, _CALLS.episode_id, _CALLS.attempt)
     .join(schema.episodes, (_EPISODES.id == _CALLS.episode_id) & (_EPISODES.attempt == _CALLS.attempt))
@@ -48,8 +48,8 @@ _CALL = (
 @read_transaction
 def find_call(tx: Connection, call: int) -> CallWork | None:
     """Return the call. Return None if the call has a result, its episode is not running, or an external agent runs the call."""
-    row = tx.execute(_CALL, {"wanted": call}).one_or_none()
-    return CallWork(*row) if row else None
+    rows = _CALL.rows(tx, {"wanted": call})
+    return CallWork(*rows[0]) if rows else None
 
 
 @read_transaction
