@@ -93,6 +93,9 @@ def test_continuation_does_not_depend_on_earlier_ones() -> None:
     ]
     for heard, tools, turn in [*asked, *reversed(asked)]:
         assert other.continuation(heard, tools, turn) == Chat(tokenizer()).continuation(heard, tools, turn)
+    assert len(other._rests) == 8
+    for number in range(KEPT_RESTS):
+        other.continuation([replace(RESULT, content=str(number))])
     assert len(other._rests) == KEPT_RESTS
 
 

@@ -43,8 +43,8 @@ KEPT = 256
 Clients may send any number of tools and strings.
 """
 
-KEPT_RESTS = 8
-"""The most rendered continuations that a chat keeps. In a group, many episodes read the same results of tools."""
+KEPT_RESTS = 64
+"""The most rendered continuations in their cache. Many episodes of a group read the same results of tools."""
 
 UNCHECKED = 4
 """The number of characters, as a multiple of `max_tokens`, up to which the length of a text is not checked."""
@@ -129,9 +129,9 @@ class Chat:
         )
 
     def at(self, clock: datetime) -> "Chat":
-        """Return a copy of the chat in which `clock` is the current time for the template."""
+        """Return a copy of the chat in which `clock` is the current time for the template. It shares this chat's caches."""
         view = copy(self)
-        view._clock, view._prefixes, view._rests = clock.astimezone(UTC), OrderedDict(), OrderedDict()
+        view._clock = clock.astimezone(UTC)
         view.__dict__.pop("_turn_prompt", None)
         return view
 
@@ -181,7 +181,7 @@ class Chat:
         """
         if messages and messages[0].role in RAW_ROLES:
             return self._raw_ids(messages, max_tokens), ""
-        key = (_key(tools, options), repr(messages), max_tokens)
+        key = (self._key(tools, options), repr(messages), max_tokens)
         rest, reason = _kept(self._rests, key, lambda: self._render_rest(messages, tools, options, max_tokens), KEPT_RESTS)
         if rest is None:
             return None, reason
@@ -409,7 +409,12 @@ class Chat:
             conversation = [_PROBE_QUESTION, _PROBE_ANSWER]
             return self._find_answer(self._encode(self._render(conversation, tools, generate=False, options=options)))
 
-        return _kept(self._prefixes, _key(tools, options), make, KEPT)
+        return _kept(self._prefixes, self._key(tools, options), make, KEPT)
+
+    def _key(self, tools: Sequence[Schema], options: Mapping[str, Any]) -> bytes:
+        # Keys are not sorted: a template may write tools and options in the order in which they come.
+        text = f"{self._clock.isoformat()}\n{json.dumps(list(tools))}\n{check_options(options)}"
+        return hashlib.sha256(text.encode()).digest()
 
     def _find_answer(self, ids: tuple[int, ...]) -> _ProbeAnswer:
         """Find the answer of the probe: the last text between special tokens that contains the words of the answer."""
@@ -503,11 +508,6 @@ class Chat:
         if isinstance(value, Mapping):
             return {self._defuse(name): self._defuse_all(item) for name, item in value.items()}
         return [self._defuse_all(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _key(tools: Sequence[Schema], options: Mapping[str, Any]) -> bytes:
-    # Keys are not sorted: a template may write tools and options in the order in which they come.
-    return hashlib.sha256(f"{json.dumps(list(tools))}\n{check_options(options)}".encode()).digest()
 
 
 def _kept(cache: OrderedDict[Key, Value], key: Key, make: Callable[[], Value], size: int) -> Value:
