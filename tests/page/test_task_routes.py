@@ -68,6 +68,20 @@ def test_tasks_route_filters_by_outcome(database: Database) -> None:
     assert page.ask("/api/runs/1/tasks", outcome="solvd")[0] == 422
 
 
+def test_tasks_route_sorts_by_change_and_last_reward(database: Database) -> None:
+    played(database, (0.5, 0.75), (1.0, 0.0), (0.25, 1.0))
+    page = PageOver(database)
+    for sort, column, expected in (("change", "change", [-0.125, 0.125]), ("last", "last_reward", [0.125, 0.5])):
+        for way in ("", "-"):
+            rows = page.read("/api/runs/1/tasks", sort=f"{way}{sort}")["rows"]
+            assert [row[column] for row in rows] == (expected[::-1] if way else expected), sort
+    query = "SELECT max(id) FROM groups WHERE task_id = :id"
+    (newest,) = values(database, query, id=page.read("/api/runs/1/tasks", sort="change")["rows"][0]["task_id"])
+    with database.engine.begin() as tx:  # a group without a reward is not the last one
+        tx.execute(update(tables.groups).where(tables.groups.c.id == newest).values(mean_reward=None))
+    assert [row["change"] for row in page.read("/api/runs/1/tasks", sort="-change")["rows"]] == [0.25, 0.125]
+
+
 def test_tasks_route_counts_reward_of_one_as_solved_by_default(database: Database) -> None:
     played(database, (0.5, 1.0), weights={})
     found = PageOver(database).read("/api/runs/1/tasks", sort="id")

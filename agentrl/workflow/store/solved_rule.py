@@ -17,15 +17,21 @@ from agentrl.workflow.stats.evaluation import FULL_VALUE, is_right
 from agentrl.workflow.store.driver_reader import among, select_rows
 from agentrl.workflow.trajectory import storable
 
+ID_RANGE = 2**40
+"""A number that is larger than the id of every group."""
 _REWARDS = "g.mean_reward, g.std_reward, g.best_reward, g.worst_reward"
+_PLACE = f"(i.number + 1) * {ID_RANGE} + g.id"
 MEMBERS = f"""
-    SELECT g.id, g.task_id, i.number + 1 AS iteration, {_REWARDS}, g.solved AS verdict FROM iterations i
+    SELECT g.id, g.task_id, i.number + 1 AS iteration, {_PLACE} AS place, {_REWARDS}, g.solved AS verdict FROM iterations i
     JOIN groups g ON g.iteration_id = i.id WHERE i.run_id = :run_id
     UNION ALL
-    SELECT g.id, g.task_id, i.number + 1, {_REWARDS}, NULL FROM iterations i
+    SELECT g.id, g.task_id, i.number + 1, {_PLACE}, {_REWARDS}, NULL FROM iterations i
     JOIN iteration_groups l ON l.iteration_id = i.id JOIN groups g ON g.id = l.group_id WHERE i.run_id = :run_id"""
-"""The SQL of the groups of the run `:run_id`, those that it sampled and those that it took from the store. `verdict` is whether
-the group is solved, as stored at its end by the rule of the run that sampled it: 1 or 0; NULL if it must be judged.
+"""The SQL of the groups of the run `:run_id`, those that it sampled and those that it took from the store.
+
+`place` grows with the iteration and the id, and `place % ID_RANGE` is the id: `max(place)` finds a task's newest group without
+sorting the groups. `verdict` is whether the group is solved, as stored at its end by the rule of the run that sampled it: 1 or
+0; NULL if it must be judged.
 """
 
 

@@ -562,6 +562,7 @@ outcome says why no update did, or why not yet.
 
 _KIND_IN_RUN = "run_id = :run_id AND (SELECT kind FROM runs WHERE id = :run_id)"
 _TRAINING = f"{_KIND_IN_RUN} = 'train'"
+_DONE = "stop_reason IS NOT NULL"  # a condition on `status` would let Postgres begin with its index, and sort all rows
 _UNREAD = """NOT EXISTS (SELECT 1 FROM consumptions c
       WHERE c.run_id = :run_id AND c.episode_id = episodes.id AND c.stage = 'train')"""
 _CANCELLED, _SKIPPED, _WAITING = (
@@ -580,8 +581,8 @@ FATE_CONDITIONS: Mapping[str, str] = {
     "too_few": _DROPPED,
     "surplus": _SURPLUS,
     "skipped": _SKIPPED,
-    "tainted": f"{_TRAINING} AND tainted",
-    "no_reward": f"{_TRAINING} AND {_UNREAD}",
+    "tainted": f"{_TRAINING} AND {_DONE} AND tainted",
+    "no_reward": f"{_TRAINING} AND {_DONE} AND NOT tainted AND {_UNREAD}",
     **{status: f"run_id = :run_id AND status = '{status}'" for status in ("failed", "infra_error")},
     "cancelled": f"run_id = :run_id AND (status = 'cancelled' OR {_CANCELLED})",
     **{fate: f"{_KIND_IN_RUN} = '{kind}'" for kind, fate in _FATE_OF_KIND.items()},

@@ -164,7 +164,7 @@ def _table(sort: str) -> str:
 def _orders(tx: Any) -> dict[str, str]:
     if is_sqlite(tx):
         return {**EPISODE_ORDERS, "seconds": "(julianday(finished_at) - julianday(started_at))"}
-    return {**EPISODE_ORDERS, "seconds": "CAST(extract(epoch FROM finished_at - started_at) AS float8)"}
+    return {**EPISODE_ORDERS, "seconds": "date_part('epoch', finished_at - started_at)"}
 
 
 def _conditions(tx: Any, chosen: EpisodeFilter) -> tuple[list[str], list[str], dict[str, Any]]:

@@ -31,8 +31,10 @@ TEXT_COLUMNS = ("run", "status")
 """The sort columns that contain texts. All other sort columns, except those of `text_order`, contain numbers."""
 PIECE_SECONDS = 0.6
 """The time after which a search returns what it has, in seconds. The next page goes on from there."""
-FIRST_WINDOW, MAX_WINDOW = 250, 8000
+FIRST_WINDOW, MAX_WINDOW = 64, 8000
 """The numbers of rows that a search checks with one query: at first, and at most."""
+SAMPLE_ROWS = 400
+"""The number of rows from which `_narrow` finds a bound for the first rows of a list."""
 
 
 R = TypeVar("R", bound=ViewRow)
@@ -111,10 +113,13 @@ def select_page(
             empty, they are looked up in the view.
     """
     column, way, digest, place = _resolve(kind, parameters, paging, orders, own)
-    args = {**parameters, "page_size": paging.size + 1, "page_offset": paging.offset}
+    args = {**parameters}
     if place:
         conditions = [*conditions, _beyond(column, way, place)]
         args |= _place_values(column, place)
+    if table:
+        conditions, args = _narrow(tx, table, conditions, args, column, way, paging.size + 1 + paging.offset)
+    args |= {"page_size": paging.size + 1, "page_offset": paging.offset}
     records = [dict(row) for row in select_rows(tx, _page_query(kind, table, conditions, column, way), **args)]
     places = [(row.pop("sorted_by"), row["id"]) for row in records]
     rows = tuple(kind(**row) for row in records[: paging.size])
@@ -220,14 +225,13 @@ class _Search:
             size = min(MAX_WINDOW, 2 * size) if now - started < PIECE_SECONDS / 8 else max(1, size // 2)
 
     def _read_window(self, place: Mapping[str, Any] | None, size: int) -> list[tuple[Any, int]]:
-        conditions, args = [*self._conditions], {**self._parameters, "window": size}
+        conditions, args = self._conditions, {**self._parameters}
         if place:
-            conditions.append(_beyond(self._column, self._way, place, self._back))
+            conditions = [*conditions, _beyond(self._column, self._way, place, self._back)]
             args |= _place_values(self._column, place)
-        query = f"""
-            SELECT {self._column} AS sorted_by, id FROM {self._table} WHERE {" AND ".join(conditions) or "1 = 1"}
-            ORDER BY {_order_by(self._column, self._way, self._back)} LIMIT :window"""
-        return [(row["sorted_by"], row["id"]) for row in select_rows(self._tx, query, **args)]
+        order = _order_by(self._column, self._way, self._back)
+        query = f"{_select_places(self._table, conditions, self._column)} ORDER BY {order} LIMIT :window"
+        return [(row["sorted_by"], row["id"]) for row in select_rows(self._tx, query, **args, window=size)]
 
     def _meet(self, window: Sequence[tuple[Any, int]]) -> set[int]:
         ids = [one[1] for one in window]
@@ -249,20 +253,52 @@ def _resolve(
     return column, way, digest, _parse_cursor(paging.cursor, digest, column) if paging.cursor else None
 
 
-def _place_values(column: str, place: Mapping[str, Any]) -> Mapping[str, Any]:
+def _place_values(column: str, place: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the parameters of `_beyond`."""
-    return place if column != "id" and place["at"] is not None else {"last": place["last"]}
+    names = ("at", "last") if column != "id" and place["at"] is not None else ("last",)
+    return {f"{prefix}{name}": place[name] for name in names}
+
+
+def _narrow(
+    tx: Any,
+    table: str,
+    conditions: Sequence[str],
+    parameters: Mapping[str, Any],
+    column: str,
+    way: str,
+    count: int,
+) -> tuple[Sequence[str], dict[str, Any]]:
+    """Return conditions, with their parameters, that the first `count` rows of a list meet, but few of its other rows. Without
+    them, a database that reads all rows of the list keeps the first `count` of the rows so far in order.
+
+    The row after the first `count` of a sample of the list is a bound: the first `count` rows of the list come before it. The
+    sample has the first ids in the list's direction. So of many rows with equal values, few come before the bound.
+    """
+    if column == "id" or 4 * count > SAMPLE_ROWS:
+        return conditions, {**parameters}
+    # As a subquery, the limit is unknown to Postgres. Without statistics it expects fewer rows, and would read and sort all.
+    sample = f"{_select_places(table, conditions, column)} ORDER BY id {way} LIMIT (SELECT {SAMPLE_ROWS})"
+    rows = select_rows(tx, f"SELECT * FROM ({sample}) sample ORDER BY {_order_by('sorted_by', way)}", **parameters)
+    if len(rows) < SAMPLE_ROWS:  # the whole list
+        return [f"id IN ({among(row['id'] for row in rows)})"], {}
+    place = {"at": rows[count]["sorted_by"], "last": rows[count]["id"]}
+    bound = _beyond(column, way, place, back=True, prefix="bound_")
+    return [*conditions, bound], {**parameters, **_place_values(column, place, "bound_")}
+
+
+def _select_places(table: str, conditions: Sequence[str], column: str) -> str:
+    return f"SELECT {column} AS sorted_by, id FROM {table} WHERE {' AND '.join(conditions) or '1 = 1'}"
 
 
 def _page_query(kind: type[ViewRow], table: str, conditions: Sequence[str], column: str, way: str) -> str:
-    where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
-    order = _order_by(column, way)
-    page = f"{column} AS sorted_by FROM {table or kind.VIEW} {where} ORDER BY {order} LIMIT :page_size OFFSET :page_offset"
+    order = f"ORDER BY {_order_by(column, way)} LIMIT :page_size OFFSET :page_offset"
     if not table:
-        return f"SELECT {', '.join(kind.COLUMNS)}, {page}"
+        where = " AND ".join(conditions) or "1 = 1"
+        return f"SELECT {', '.join(kind.COLUMNS)}, {column} AS sorted_by FROM {kind.VIEW} WHERE {where} {order}"
     columns = ", ".join(f"v.{name}" for name in kind.COLUMNS)
+    page = f"({_select_places(table, conditions, column)} {order}) page"
     again = f"page.sorted_by {way} NULLS LAST, page.id {way}"
-    return f"SELECT {columns}, sorted_by FROM (SELECT id, {page}) page JOIN {kind.VIEW} v ON v.id = page.id ORDER BY {again}"
+    return f"SELECT {columns}, sorted_by FROM {page} JOIN {kind.VIEW} v ON v.id = page.id ORDER BY {again}"
 
 
 def choose_conditions(filter_: object, conditions: Mapping[str, str]) -> tuple[list[str], dict[str, Any]]:
@@ -312,15 +348,15 @@ def _order_by(column: str, way: str, back: bool = False) -> str:
     return f"{column} {way} NULLS {'FIRST' if back else 'LAST'}, id {way}"  # no index is in the order of the other
 
 
-def _beyond(column: str, way: str, place: Mapping[str, Any], back: bool = False) -> str:
-    """Return the condition of the rows after a place, or before it (`back`)."""
-    sign = "<" if (way == "DESC") != back else ">"
+def _beyond(column: str, way: str, place: Mapping[str, Any], back: bool = False, prefix: str = "") -> str:
+    """Return the condition of the rows after a place, or before it (`back`). `prefix` begins the names of its parameters."""
+    sign, at, last = "<" if (way == "DESC") != back else ">", f":{prefix}at", f":{prefix}last"
     if column == "id":
-        return f"id {sign} :last"
+        return f"id {sign} {last}"
     if place["at"] is None:
-        return f"({column} IS NULL AND id {sign} :last{f' OR {column} IS NOT NULL' if back else ''})"
+        return f"({column} IS NULL AND id {sign} {last}{f' OR {column} IS NOT NULL' if back else ''})"
     nulls = "" if back else f" OR {column} IS NULL"
-    return f"({column} {sign} :at OR {column} = :at AND id {sign} :last{nulls})"
+    return f"(({column}, id) {sign} ({at}, {last}){nulls})"
 
 
 def encode_cursor(*parts: Any) -> str:

@@ -12,7 +12,7 @@ from agentrl.workflow.store.reads.eval_results import load_task_texts
 from agentrl.workflow.store.reads.run_details import find_config, load_summaries
 from agentrl.workflow.store.reads.run_rows import describe_run
 from agentrl.workflow.store.reads.run_seconds import load_run_seconds
-from agentrl.workflow.store.solved_rule import MEMBERS
+from agentrl.workflow.store.solved_rule import ID_RANGE, MEMBERS
 
 MAX_TASKS = 50
 """The most tasks in the result."""
@@ -122,7 +122,8 @@ def _load_tasks(tx: Any, one: int, other: int) -> tuple[list[dict[str, Any]], in
 
 def _load_last_groups(tx: Any, run: int) -> dict[int, Row]:
     """Return the last group with rewards of each task of a run, by task."""
-    query = f"SELECT id, task_id, mean_reward FROM ({MEMBERS}) m WHERE mean_reward IS NOT NULL ORDER BY iteration, id"
+    newest = f"SELECT max(place) % {ID_RANGE} FROM ({MEMBERS}) m WHERE mean_reward IS NOT NULL GROUP BY task_id"
+    query = f"SELECT id, task_id, mean_reward FROM groups WHERE id IN ({newest})"
     return {row["task_id"]: row for row in select_rows(tx, query, run_id=run)}
 
 

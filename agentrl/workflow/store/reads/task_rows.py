@@ -14,12 +14,15 @@ from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_re
 from agentrl.workflow.store.reads.eval_results import load_questions
 from agentrl.workflow.store.reads.paging import cursor_error, decode_cursor, encode_cursor, escape_like, is_id, storable_value
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
-from agentrl.workflow.store.solved_rule import MEMBERS, SolvedRule, load_rule
+from agentrl.workflow.store.solved_rule import ID_RANGE, MEMBERS, SolvedRule, load_rule
 from agentrl.workflow.trajectory import storable
 
+_NEWEST, _OLDEST = (
+    f"(SELECT g.mean_reward FROM groups g WHERE g.id = s.{place} % {ID_RANGE})" for place in ("newest", "oldest")
+)
 TASK_ORDERS = {
     "id": "s.task_id", "task": "t.key", "reference": "t.reference", "role": "m.role", "groups": "s.groups",
-    "reward": "s.mean_reward", "change": "s.change", "last": "s.last_reward", "first_solved": "s.first_solved",
+    "reward": "s.mean_reward", "change": f"{_NEWEST} - {_OLDEST}", "last": _NEWEST, "first_solved": "s.first_solved",
     "last_solved": "s.last_solved", "best": "s.best", "worst": "s.worst",
 }  # fmt: skip
 """The names by which the list can be sorted, each with its column. `change` is the last mean reward less the first one."""
@@ -70,10 +73,10 @@ def list_tasks(
     texts = ("t.key", "t.reference", "CAST(t.messages AS TEXT)")
     matches = " OR ".join(f"lower({column}) LIKE lower(:text) ESCAPE '!'" for column in texts)
     conditions = [*([f"({matches})"] if text else []), *([TASK_OUTCOMES[outcome]] if outcome else [])]
-    needs_outcome, needs_ends = bool(outcome) or "solved" in order, order.startswith(("s.change", "s.last_reward"))
+    needs_outcome = bool(outcome) or "solved" in order
     query = _TASKS.format(
-        groups=(_RANKED if needs_ends else "({members})").format(members=rule.judged_groups() if needs_outcome else MEMBERS),
-        sums=_OUTCOMES * needs_outcome + _ENDS * needs_ends,
+        groups=rule.judged_groups() if needs_outcome else MEMBERS,
+        sums=_OUTCOMES * needs_outcome + _ENDS * (_NEWEST in order),
         where=f"WHERE {' AND '.join(conditions)}" * bool(conditions),
         order=order,
     )
@@ -91,15 +94,12 @@ _OUTCOMES = """,
     max(CASE WHEN solved = 1 THEN iteration END) AS last_solved,
     max(CASE WHEN solved IS NOT NULL THEN iteration END) AS last_judged"""
 _ENDS = """,
-    max(CASE WHEN is_newest THEN mean_reward END) AS last_reward,
-    max(CASE WHEN is_newest THEN mean_reward END) - max(CASE WHEN is_oldest THEN mean_reward END) AS change"""
-_RANKED = """
-    (SELECT members.*, lag(id) OVER later IS NULL AS is_oldest, lead(id) OVER later IS NULL AS is_newest
-     FROM ({members}) members WINDOW later AS (PARTITION BY task_id, mean_reward IS NULL ORDER BY iteration, id))"""
+    max(CASE WHEN mean_reward IS NOT NULL THEN place END) AS newest,
+    min(CASE WHEN mean_reward IS NOT NULL THEN place END) AS oldest"""
 _TASKS = """
     SELECT s.task_id, t.key AS task, t.reference, m.role, s.groups, s.mean_reward FROM
       (SELECT task_id, count(*) AS groups, sum(mean_reward) / count(mean_reward) AS mean_reward, min(id) AS first_group,
-              max(best_reward) AS best, min(worst_reward) AS worst {sums} FROM {groups} members GROUP BY task_id) s
+              max(best_reward) AS best, min(worst_reward) AS worst {sums} FROM ({groups}) members GROUP BY task_id) s
     JOIN tasks t ON t.id = s.task_id LEFT JOIN run_tasks m ON m.run_id = :run_id AND m.task_id = s.task_id
     {where} ORDER BY {order} LIMIT :limit OFFSET :offset"""
 
