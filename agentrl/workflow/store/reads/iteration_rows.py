@@ -9,7 +9,7 @@ from typing import Any
 from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.stats.group_variance import mean_and_deviation
 from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
-from agentrl.workflow.store.reads.changes import since_values
+from agentrl.workflow.store.reads.changes import OF_RUN, since_values
 from agentrl.workflow.store.reads.credit_rows import load_rewards_in
 from agentrl.workflow.store.reads.paging import (
     BY_NUMBER,
@@ -25,7 +25,7 @@ from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.solved_rule import load_rule
 from agentrl.workflow.tables.views import IterationRow, UpdateRow
 
-ITERATION_ORDERS = {"iteration": "iteration"}
+ITERATION_ORDERS = {"iteration": "number"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class IterationFilter:
     since: str | None = None
 
 
-_CONDITIONS = {"status": "status = :status", "after": "iteration > :after"}
+_CONDITIONS = {"status": "status = :status", "after": "number >= :after"}
 
 
 @sql_read_transaction
@@ -51,13 +51,11 @@ def list_iterations(tx: Any, chosen: IterationFilter, paging: Paging | None = No
     """Return the run's iterations in order."""
     run = run_id_and_name(tx, chosen.run)
     conditions, values = choose_conditions(chosen, _CONDITIONS)
-    conditions, values = ["run = :run", *conditions], {"run": run["name"], **values}
+    conditions, values = [OF_RUN, *conditions], {"run_id": run["id"], **values}
     if chosen.since is not None:
-        conditions, values["first_open"] = (
-            [*conditions, "iteration > :first_open"],
-            since_values(chosen.since, run["id"])["first_open"],
-        )
-    return select_page(tx, IterationRow, conditions, values, paging or Paging(), ITERATION_ORDERS, "iteration")
+        conditions = [*conditions, "number >= :first_open"]
+        values["first_open"] = since_values(chosen.since, run["id"])["first_open"]
+    return select_page(tx, IterationRow, conditions, values, paging or Paging(), ITERATION_ORDERS, "iteration", "iterations")
 
 
 @dataclass(frozen=True, slots=True)

@@ -269,7 +269,8 @@ def _narrow(
     count: int,
 ) -> tuple[Sequence[str], dict[str, Any]]:
     """Return conditions, with their parameters, that the first `count` rows of a list meet, but few of its other rows. Without
-    them, a database that reads all rows of the list keeps the first `count` of the rows so far in order.
+    these conditions, a database that reads all rows of the list inserts many of them among the first ones so far. Call this
+    inside a transaction that sees one state of the database.
 
     The row after the first `count` of a sample of the list is a bound: the first `count` rows of the list come before it. The
     sample has the first ids in the list's direction. So of many rows with equal values, few come before the bound.
