@@ -159,15 +159,14 @@ def test_pages_in_any_order_make_up_the_list(grown: Database) -> None:
 
 
 def test_narrowed_pages_make_up_the_list(grown: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("groups", "episodes"):
-        list_page, chosen = LISTS[name]
-        for sort in (f"{way}{word}" for word in ORDERS[name] for way in ("", "-")):
-            whole = list_page(grown, chosen, Paging(MAX_SIZE, sort=sort)).rows
-            size = len(whole) // 8
-            monkeypatch.setattr(paging, "SAMPLE_ROWS", 4 * (size + 1))
-            assert tuple(iterate_rows(list_page, grown, chosen, Paging(size, sort=sort))) == whole, (name, sort)
-            second = list_page(grown, chosen, Paging(1, offset=size, sort=sort)).rows
-            assert second == whole[size : size + 1], (name, sort)
+    list_page, chosen = LISTS["episodes"]
+    for sort in (f"{way}{word}" for word in ORDERS["episodes"] for way in ("", "-")):
+        whole = list_page(grown, chosen, Paging(MAX_SIZE, sort=sort)).rows
+        size = len(whole) // 8
+        monkeypatch.setattr(paging, "SAMPLE_ROWS", 4 * (size + 1))
+        assert tuple(iterate_rows(list_page, grown, chosen, Paging(size, sort=sort))) == whole, sort
+        second = list_page(grown, chosen, Paging(1, offset=size, sort=sort)).rows
+        assert second == whole[size : size + 1], sort
 
 
 def test_pages_hold_each_initial_row_once_during_inserts(database: Database) -> None:

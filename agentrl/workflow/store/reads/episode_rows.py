@@ -10,6 +10,8 @@ from agentrl.workflow.store.driver_reader import Row, is_sqlite, select_rows, sq
 from agentrl.workflow.store.reads.changes import OF_RUN, run_conditions
 from agentrl.workflow.store.reads.group_rows import fate_in_run
 from agentrl.workflow.store.reads.paging import (
+    BY_NUMBER,
+    FEW_BY_NUMBER,
     Page,
     Paging,
     choose_conditions,
@@ -132,11 +134,11 @@ def list_episodes(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) 
     rows, or none, and still be followed by another page (see `paging.search_page`).
     """
     conditions, tests, values = _conditions(tx, chosen)
-    paging, orders = paging or Paging(), _orders(tx)
+    paging, orders = paging or Paging(), _orders(tx, chosen)
     table = _table(paging.sort)
     if tests:
         return search_page(tx, EpisodeRow, conditions, tests, values, paging, orders, "id", table)
-    return select_page(tx, EpisodeRow, conditions, values, paging, orders, "id", table)
+    return select_page(tx, EpisodeRow, conditions, values, paging, orders, "id", table, narrow=conditions == [OF_RUN])
 
 
 @sql_read_transaction
@@ -153,7 +155,7 @@ def find_episodes_beside(tx: Any, chosen: EpisodeFilter, sort: str, episode: int
     search for it took too long.
     """
     conditions, tests, values = _conditions(tx, chosen)
-    order = find_order(_orders(tx), sort or "id")
+    order = find_order(_orders(tx, chosen), sort or "id")
     return find_beside(tx, conditions, tests, values, order, _table(sort), max(-MAX_ID, min(MAX_ID, episode)))
 
 
@@ -161,10 +163,11 @@ def _table(sort: str) -> str:
     return _REFERENCES if sort.removeprefix("-") == "reference" else "episodes"
 
 
-def _orders(tx: Any) -> dict[str, str]:
+def _orders(tx: Any, chosen: EpisodeFilter) -> dict[str, str]:
+    by_id = FEW_BY_NUMBER if chosen.outcome == "newly_lost" else BY_NUMBER
     if is_sqlite(tx):
-        return {**EPISODE_ORDERS, "seconds": "(julianday(finished_at) - julianday(started_at))"}
-    return {**EPISODE_ORDERS, "seconds": "date_part('epoch', finished_at - started_at)"}
+        return {**EPISODE_ORDERS, **by_id, "seconds": "(julianday(finished_at) - julianday(started_at))"}
+    return {**EPISODE_ORDERS, **by_id, "seconds": "date_part('epoch', finished_at - started_at)"}
 
 
 def _conditions(tx: Any, chosen: EpisodeFilter) -> tuple[list[str], list[str], dict[str, Any]]:

@@ -100,6 +100,7 @@ def select_page(
     orders: Mapping[str, str],
     own: str,
     table: str = "",
+    narrow: bool = False,
 ) -> Page[R]:
     """Return a page of the view of the row class `kind`. Raise ConfigError if there is no such order, the size is out of
     bounds, or the cursor does not belong to this list.
@@ -111,13 +112,15 @@ def select_page(
         own: the name of the list's default order.
         table: the table in which the ids of the page's rows are looked up, which avoids the view's joins for skipped rows. If
             empty, they are looked up in the view.
+        narrow: True if the conditions leave so many rows of `table` that their order takes long, and an index has these rows by
+            id.
     """
     column, way, digest, place = _resolve(kind, parameters, paging, orders, own)
     args = {**parameters}
     if place:
         conditions = [*conditions, _beyond(column, way, place)]
         args |= _place_values(column, place)
-    if table:
+    if narrow:
         conditions, args = _narrow(tx, table, conditions, args, column, way, paging.size + 1 + paging.offset)
     args |= {"page_size": paging.size + 1, "page_offset": paging.offset}
     records = [dict(row) for row in select_rows(tx, _page_query(kind, table, conditions, column, way), **args)]
