@@ -138,10 +138,8 @@ def test_search_runs_of_gepa_and_fast_use_same_queues(stack: Stack, short_folder
     asked = config(short_folder, "fast", **{**own, "agent": {}})
     stack.agentrl("submit", "--config", asked, "--wait")
     assert value(stack.database, "SELECT count(*) FROM v_episodes WHERE run = 'fast' AND status = 'done'") == 4
-    prompts = values(
-        stack.database,
-        "SELECT p.prompt FROM steps s JOIN steps p ON p.id = coalesce(s.prompt_step_id, s.id) WHERE s.run = 'fast' AND s.number = 0",
-    )
+    owners = "SELECT coalesce(prompt_step_id, id) FROM steps WHERE run = 'fast' AND number = 0"
+    prompts = values(stack.database, f"SELECT prompt FROM steps WHERE id IN ({owners})")
     assert all("Add the numbers." in str(prompt) for prompt in prompts)
     episode = value(stack.database, "SELECT min(id) FROM v_episodes WHERE run = 'fast'")
     stack.agentrl("replay", str(episode), "--verify", "all")
