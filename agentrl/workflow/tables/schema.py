@@ -703,7 +703,7 @@ outcome.
 RIGHTS_OF_AGENTS = {
     "alembic_version": ["SELECT"],
     "service_leases": ["SELECT"],
-    "runs": ["SELECT (id, name, kind, config)"],
+    "runs": ["SELECT (id, name, kind, config, format)"],
     "tasks": ["SELECT (id, key, messages, metadata)"],
     "episodes": ["SELECT (id, run_id, group_id, task_id, attempt, status, parent_id)"],
     "group_resources": ["SELECT (group_id, resource_id)"],
