@@ -235,7 +235,7 @@ def _ask_embedded(needs: "Requirements") -> "list[WorkerCheck]":
         if not silent:
             return workers
         if time.monotonic() > deadline:
-            say(f"The worker of {', '.join(sorted(silent))} {_UNDECIDED}; `agentrl watch` will show what is missing.")
+            say(f"The workers of {', '.join(sorted(silent))} have not started yet; `agentrl watch` will show what is missing.")
             return workers
 
 
