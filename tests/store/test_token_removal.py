@@ -252,12 +252,16 @@ def test_removal_lets_others_write_between_batches(database: Database, monkeypat
     removed: list[int] = []
     worker = Database(database.url.render_as_string(hide_password=False))
 
-    def play_meanwhile(steps: int) -> None:
-        removed.append(steps)
-        play(worker, waiting.pop())
+    def remove_and_play(db: Database, run: str, after: int) -> list[int]:
+        if steps := remove_some(db, run, after):
+            removed.append(len(steps))
+            play(worker, waiting.pop())
+        return steps
 
+    remove_some = token_removal.remove_some
+    monkeypatch.setattr(token_removal, "remove_some", remove_and_play)
     (counts,) = token_removal.count_tokens(database, ["first"])
-    token_removal.remove_tokens(database, counts, play_meanwhile)
+    token_removal.remove_tokens(database, counts)
     worker.close()
     assert removed == [3, 1]
     assert values(database, "SELECT s.run FROM step_tokens t JOIN steps s ON s.id = t.step_id") == ["second"] * 4

@@ -5,7 +5,7 @@ with the same command, and deletes the rest.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -60,12 +60,8 @@ def _count(tx: Connection, row: Any) -> TokenCounts:
     return TokenCounts(row["id"], row["name"], episode_count, step_count, size, row["tokens_removed_at"])
 
 
-def remove_tokens(db: Database, counts: TokenCounts, progress: Callable[[int], None] = lambda steps: None) -> None:
-    """Mark the run, and delete its tokens. Raise StateError if the run, or a run that uses its episodes, has not ended.
-
-    Args:
-        progress: called after each transaction with the number of steps whose tokens it deleted.
-    """
+def remove_tokens(db: Database, counts: TokenCounts) -> None:
+    """Mark the run, and delete its tokens. Raise StateError if the run, or a run that uses its episodes, has not ended."""
     mark_removed(db, counts.run_id, f"{counts.steps} steps of {counts.episodes} episodes, {counts.bytes} bytes")
     last = 0
     while True:
@@ -74,7 +70,6 @@ def remove_tokens(db: Database, counts: TokenCounts, progress: Callable[[int], N
         if not steps:
             return
         last = steps[-1]
-        progress(len(steps))
         time.sleep(time.monotonic() - began)  # SQLite's lock for writing has no queue: the pause lets workers write
 
 
