@@ -63,6 +63,8 @@ def _run_checks(model: str | None) -> Iterator[Check]:
     yield from _broker(where)
     if where.checkpoints:
         yield _checkpoints(where)
+    if where.ranks_host:
+        yield _ranks_host(where)
     yield from _engine(where)
     yield _sandbox(where)
     yield _disk(where)
@@ -204,6 +206,18 @@ def _checkpoints(where: Any) -> Check:
     except AgentRLError as error:
         return Check("store", "fail", error.message, error.hint)
     return Check("store", "ok", where.checkpoint_root)
+
+
+def _ranks_host(where: Any) -> Check:
+    from agentrl.workers.ranks.host_meeting import interfaces_at, listen
+
+    try:
+        with listen() as server:
+            names = interfaces_at(server.getsockname()[0])
+    except AgentRLError as error:
+        return Check("ranks", "fail", error.message, error.hint)
+    interface = ", ".join(sorted(set(names.values()))) or "the one that the environment names"
+    return Check("ranks", "ok", f"other hosts can join updates at {where.ranks_host} (network interface: {interface})")
 
 
 def _engine(where: Any) -> Iterator[Check]:

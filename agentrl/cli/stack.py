@@ -63,7 +63,7 @@ def down() -> None:
 
 def worker(
     role: Annotated[
-        str, typer.Argument(metavar="ROLE", help="rollout, tools, train, control, agents, endpoint or rollout,train.")
+        str, typer.Argument(metavar="ROLE", help="rollout, tools, train, control, agents, endpoint, ranks or rollout,train.")
     ],
     concurrency: Annotated[
         int | None,
@@ -75,6 +75,8 @@ def worker(
     ] = None,
 ) -> None:
     """Run one worker in this process until SIGTERM.
+
+    The role ranks lends this host's devices to train workers on other hosts, for runs with update.hosts above 1.
 
     Agents send their requests to an endpoint; each agent has a key of its own. An endpoint speaks plain HTTP: let it listen at
     another address than 127.0.0.1 only in a network that you trust.
@@ -95,7 +97,7 @@ def worker(
         raise ConfigError("--host and --port apply only to `agentrl worker endpoint`.", "Leave them out.")
     # A broker in the settings may come up later; the embedded one comes with a stack, or not at all.
     is_role = set(roles) <= worker.SHARED_ROLES or (len(roles) == 1 and roles[0] in worker.ROLES)
-    if is_role and not settings().broker_url:
+    if is_role and roles != ["ranks"] and not settings().broker_url:
         broker.require_broker(settings())
     worker.run(roles, concurrency)
 

@@ -76,6 +76,9 @@ MAX_DEVICES = 64
 Devices = Annotated[int | Literal["auto"], BeforeValidator(_as_devices)]
 """A number of devices of one machine; `auto`: all that the machine has."""
 
+MAX_HOSTS = 64
+"""The most hosts of an update."""
+
 Columns = dict[Annotated[str, Field(min_length=1)], Annotated[str, Field(min_length=1)]]
 """A mapping from a task's field to the dataset column from which the field is read."""
 
@@ -402,6 +405,7 @@ class UpdateConfig(Section):
         "adamw", description="adamw, or adamw_8bit with moments in 8 bits (bitsandbytes)"
     )
     devices: Devices = Field(1, description="Devices of the train worker that update together; auto: all of its GPUs")
+    hosts: int = Field(1, ge=1, le=MAX_HOSTS, description="Hosts that update together, each with `devices` devices")
     learning_rate: float = option(1e-4, "--learning-rate", gt=0, le=1, description="Learning rate")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this")

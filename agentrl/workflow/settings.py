@@ -108,6 +108,9 @@ class Settings(BaseSettings):
     sampler_host: str = Field(
         default="127.0.0.1", description="Address at which a rollout worker serves agents; auto: this machine's."
     )
+    ranks_host: str = Field(
+        default="", description="Private address of a train worker, for updates with other hosts; empty: only this host."
+    )
     threads: int = Field(default=0, ge=0, description="CPU threads of the model; 0: torch's choice.")
     report_seconds: float = Field(
         default=60.0,
@@ -130,7 +133,7 @@ class Settings(BaseSettings):
         default=0,
         ge=0,
         le=65_000,
-        description="Port of /metrics of the control loop; 0: off. Next ports: rollout, train, tools, agents, endpoint.",
+        description="Port of /metrics of the control loop; 0: off. Next ports: rollout, train, tools, agents, endpoint, ranks.",
     )
     metrics_host: str = Field(default="127.0.0.1", description="Address of /metrics.")
     log: Literal["text", "json"] = Field(default="text", description="Format of the workers' logs: text or json.")

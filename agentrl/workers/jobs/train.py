@@ -17,6 +17,7 @@ from logging import getLogger
 from agentrl.workers.jobs import broken_checkpoints, search_step
 from agentrl.workers.jobs.lost_device import end_if_device_lost
 from agentrl.workers.jobs.model_slot import LoadedModel, models
+from agentrl.workers.ranks.host_meeting import HostMeeting, check_hosts
 from agentrl.workers.ranks.rank_group import close_group, group_for
 from agentrl.workers.ranks.ranked_trainer import RankedTrainer
 from agentrl.workers.stack.celery_app import app, row_id
@@ -151,7 +152,7 @@ def _train_iteration(work: IterationWork, experiment: Experiment, fenced: thread
     config, path = experiment.config, _checkpoint_path(work)
     refuse_overlap(config)
     devices = _devices(experiment)
-    with models.use(experiment, work.policy.base, weights=len(devices) == 1) as loaded:
+    with models.use(experiment, work.policy.base, weights=not _has_ranks(experiment, devices)) as loaded:
         confirm_base(work.run_id, loaded.policy)
         loaded.release()  # frees the engine's memory for the update
         trainer = _load_trainer(work, experiment, loaded, devices, fenced)
@@ -209,7 +210,8 @@ def _rebuild_checkpoint(work: IterationWork, experiment: Experiment, fenced: thr
         return PublishedUpdate(broken.version, work.id)
     if not rebuild.groups:
         raise broken_checkpoints.beyond_repair_error(work, rebuild, "it was copied from another run")
-    with models.use(experiment, work.policy.base, weights=len(_devices(experiment)) == 1) as loaded:
+    devices = _devices(experiment)
+    with models.use(experiment, work.policy.base, weights=not _has_ranks(experiment, devices)) as loaded:
         confirm_base(work.run_id, loaded.policy)
         loaded.release()
         _repeat_update(work, rebuild, experiment, loaded, fenced)
@@ -258,8 +260,13 @@ def _fail_run(work: IterationWork, error: Exception) -> None:
 
 
 def _devices(experiment: Experiment) -> list[str]:
-    """Return the devices on which this process updates the run; with several, each has a rank."""
-    return devices_of_ranks(experiment.config.update.devices, settings().device, experiment.config.model.numerics)
+    """Return the devices of this host on which the run is updated; with several devices or hosts, each has a rank."""
+    update = experiment.config.update
+    return devices_of_ranks(update.devices, settings().device, experiment.config.model.numerics, update.hosts)
+
+
+def _has_ranks(experiment: Experiment, devices: Sequence[str]) -> bool:
+    return len(devices) > 1 or experiment.config.update.hosts > 1
 
 
 def _load_trainer(
@@ -273,7 +280,7 @@ def _load_trainer(
     key, ready = (work.run_id, path), loaded.trainer
     if ready is None or loaded.trainer_holds != key or (isinstance(ready, RankedTrainer) and not ready.is_alive):
         loaded.trainer, loaded.trainer_holds = None, None  # the trainer holds no state until one is loaded whole
-        ready = _start_trainer(work, experiment, loaded.policy, devices)
+        ready = _start_trainer(work, experiment, loaded.policy, devices, fenced)
         if isinstance(ready, RankedTrainer):
             ready.fenced = fenced
         if path:
@@ -281,7 +288,7 @@ def _load_trainer(
         else:
             ready.load(None)
         if isinstance(ready, RankedTrainer):
-            log.info("%s: %s, on each of %d devices", work.run, ready.parameters, len(devices))
+            log.info("%s: %s, on each of its ranks", work.run, ready.parameters)
         loaded.trainer = ready
     if isinstance(ready, RankedTrainer):
         ready.fenced = fenced
@@ -289,12 +296,17 @@ def _load_trainer(
 
 
 def _start_trainer(
-    work: IterationWork, experiment: Experiment, policy: Policy, devices: Sequence[str]
+    work: IterationWork, experiment: Experiment, policy: Policy, devices: Sequence[str], fenced: threading.Event
 ) -> Trainer | RankedTrainer:
+    config = experiment.config
+    if config.update.hosts > 1:
+        check_hosts(config.update.hosts, work.output_dir)
+        meeting = HostMeeting(config.update.hosts, str(config.update.devices), config.model.numerics, database(), fenced)
+        return RankedTrainer(group_for(devices, meeting), policy, config, work.iterations, work.policy.base)
     if len(devices) > 1:
-        return RankedTrainer(group_for(devices), policy, experiment.config, work.iterations)
+        return RankedTrainer(group_for(devices), policy, config, work.iterations)
     close_group()  # ranks of an earlier run take memory
-    trainer = trainers.start(experiment.trainer, policy, experiment.config, work.iterations)
+    trainer = trainers.start(experiment.trainer, policy, config, work.iterations)
     with policy.training() as module:
         log.info("%s: %s", work.run, count_parameters(module))
     return trainer

@@ -1,4 +1,5 @@
 """The ranks of this worker. The worker starts them, sends each command to all of them, watches them, and kills them together.
+Workers `ranks` on other hosts can start some of them (`host_meeting`); such a rank ends when this worker closes its link.
 
 The ranks keep running between updates and between runs. If a rank ends, reports an error or hangs, all ranks are killed,
 because the others would wait for it. The update is then made again, by new ranks, from the last checkpoint.
@@ -7,10 +8,8 @@ because the others would wait for it. The update is then made again, by new rank
 import json
 import os
 import selectors
-import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,9 @@ from dataclasses import dataclass, field
 from logging import getLogger
 from typing import Any
 
+from agentrl.workers.ranks.host_meeting import HostMeeting, JoinedHost, interfaces_at, listen
 from agentrl.workers.ranks.rank_messages import RankCommand, decode_error
+from agentrl.workers.ranks.rank_process import RankPlace, kill_rank, start_rank
 from agentrl.workflow.errors import Fenced, InfraError
 from agentrl.workflow.settings import settings
 
@@ -35,7 +36,7 @@ that is longer.
 MIN_SILENCE_SECONDS = 10.0
 """The shortest time without a line from a rank after which the rank's process counts as stopped, in seconds."""
 
-INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """The environment variables that keep the ranks' connections on this machine. If the worker's environment sets one of them to
 another interface, that interface is used.
 """
@@ -43,56 +44,100 @@ another interface, that interface is used.
 
 @dataclass
 class Rank:
-    """One rank as the worker sees it: the rank's process, the worker's end of the socket pair, and what the worker received
-    last.
+    """One rank as the worker sees it: the rank's process, the worker's end of the socket, and what the worker received last.
 
     Attributes:
+        process: None for a rank on another host.
+        host: the name of the other host; empty for this host.
         unread: the beginning of a line that is not complete yet.
         last_beat: the time of the last line, by the monotonic clock; None before the first.
         microbatches: the number of microbatches that the rank has begun.
     """
 
-    process: "subprocess.Popen[bytes]"
+    process: "subprocess.Popen[bytes] | None"
     link: socket.socket
+    host: str = ""
     unread: bytes = b""
     last_beat: float | None = None
     microbatches: int = 0
 
+    @property
+    def is_alive(self) -> bool:
+        """True if the rank runs. For a rank on another host: if its link is open."""
+        if self.process is not None:
+            return self.process.poll() is None
+        self.link.setblocking(False)
+        try:
+            while data := self.link.recv(1 << 16):
+                self.unread += data
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
 
 @dataclass
 class RankGroup:
-    """Running ranks, one for each of `devices`. Use `start` to make a group."""
+    """Running ranks, one for each of `devices`, and those of the other hosts of `meeting`. Use `start` to make a group."""
 
     devices: Sequence[str]
+    meeting: HostMeeting | None = None
     _ranks: list[Rank] = field(default_factory=list)
 
     @classmethod
-    def start(cls, devices: Sequence[str]) -> "RankGroup":
-        """Start a rank for each device. If the start of a rank fails, the first command reports the error."""
-        group = cls(tuple(devices))
-        # The ranks find each other by a file in memory. It has no name, so only they can open it, and it ends with them.
-        store = os.memfd_create("agentrl-ranks")
-        for number, device in enumerate(devices):
-            ours, theirs = socket.socketpair()
-            arguments = [number, len(devices), device, store, theirs.fileno(), os.getpid()]
-            command = [sys.executable, "-P", "-m", "agentrl.workers.ranks.rank", *map(str, arguments)]
-            process = subprocess.Popen(
-                command,
-                env={**INTERFACES, **os.environ},
-                stdin=subprocess.DEVNULL,
-                pass_fds=[store, theirs.fileno()],
-                start_new_session=True,  # so that Ctrl-C reaches the worker only, and killpg all of the rank
-            )
-            theirs.close()
-            group._ranks.append(Rank(process, ours))
-        os.close(store)
+    def start(cls, devices: Sequence[str], meeting: HostMeeting | None = None) -> "RankGroup":
+        """Start a rank for each device. If the start of a rank fails, the first command reports the error.
+
+        With a `meeting`, wait for the ranks of other hosts, and raise what `HostMeeting.gather` raises.
+        """
+        group = cls(tuple(devices), meeting)
+        if meeting is None:
+            # The ranks find each other by a file in memory. It has no name, so only they can open it, and it ends with them.
+            store = os.memfd_create("agentrl-ranks")
+            group._start_ranks(len(devices), f"file:///proc/self/fd/{store}", LOOPBACK, store)
+            os.close(store)
+        else:
+            hosts = meeting.gather(devices[0].partition(":")[0])
+            try:
+                group._start_with(hosts)
+            except BaseException:
+                group.close()
+                raise
         log.info("started %d ranks on %s", len(devices), ", ".join(devices))
         return group
+
+    def _start_with(self, hosts: Sequence[JoinedHost]) -> None:
+        """Start the ranks of this host, and let the other hosts start theirs, whose numbers follow."""
+        others = [Rank(None, link, host.name) for host in hosts for link in host.links]
+        count = len(self.devices) + len(others)
+        try:
+            with listen() as server:
+                address, port = server.getsockname()
+                store = f"tcp://{address}:{port}"
+                self._start_ranks(count, store, interfaces_at(address), server.fileno())
+            for number, rank in enumerate(others, start=len(self.devices)):
+                rank.link.settimeout(_beat_limit())
+                rank.link.sendall(json.dumps({"rank": number, "count": count, "store": store}).encode() + b"\n")
+        except OSError as error:
+            raise InfraError(f"Another host was lost before the ranks started: {error}.") from error
+        finally:
+            self._ranks += others
+        log.info("%d ranks on %s take part", len(others), ", ".join(host.name for host in hosts))
+
+    def _start_ranks(self, count: int, store: str, interfaces: Mapping[str, str], descriptor: int) -> None:
+        """Start the ranks of this host. They inherit `descriptor`, with which rank 0 serves a `tcp://` store."""
+        for number, device in enumerate(self.devices):
+            ours, theirs = socket.socketpair()
+            url = f"{store}?fd={descriptor}" if number == 0 and store.startswith("tcp:") else store
+            place = RankPlace(number, count, len(self.devices), device, url)
+            self._ranks.append(Rank(start_rank(place, theirs.fileno(), interfaces, descriptor), ours))
+            theirs.close()
 
     @property
     def is_alive(self) -> bool:
         """True if all ranks run."""
-        return bool(self._ranks) and all(rank.process.poll() is None for rank in self._ranks)
+        return bool(self._ranks) and all(rank.is_alive for rank in self._ranks)
 
     def call(self, command: RankCommand, fenced: threading.Event) -> list[Any]:
         """Send the command to all ranks. Return their results, by rank. After any error, all ranks have been killed.
@@ -108,14 +153,15 @@ class RankGroup:
             raise
 
     def close(self) -> None:
-        """Kill all ranks."""
+        """Kill all ranks. Those of other hosts end when they notice that their link is closed."""
+        processes = [rank.process for rank in self._ranks if rank.process is not None]
+        for process in processes:
+            kill_rank(process)
         for rank in self._ranks:
-            with suppress(ProcessLookupError):
-                os.killpg(rank.process.pid, signal.SIGKILL)
             rank.link.close()
-        for rank in self._ranks:
+        for process in processes:
             with suppress(subprocess.TimeoutExpired):  # the kernel may hold a process whose device hangs
-                rank.process.wait(settings().lease_seconds)
+                process.wait(settings().lease_seconds)
         self._ranks = []
 
     def _send(self, command: RankCommand) -> None:
@@ -161,7 +207,7 @@ class RankGroup:
         received = [json.loads(line) for line in lines]
         for values in received:
             if "error" in values:
-                raise decode_error(values["error"], number)
+                raise decode_error(values["error"], number, rank.host)
         return received
 
     def _note_progress(self, rank: Rank, values: Mapping[str, Any], progressed: float) -> float:
@@ -175,19 +221,25 @@ class RankGroup:
         for number, rank in enumerate(self._ranks):
             silent, limit = (now - began, patience) if rank.last_beat is None else (now - rank.last_beat, _beat_limit())
             if silent > limit:
-                raise InfraError(f"Rank {number} of {len(self._ranks)} did not respond for {silent:.0f} s in the {name}.")
+                raise InfraError(f"{self._describe(number)} did not respond for {silent:.0f} s in the {name}.")
         if now - progressed > patience and name == "update":
             raise InfraError(f"In the last {now - progressed:.0f} s, none of {len(self._ranks)} ranks began a microbatch.")
 
     def _lost_error(self, number: int, name: str) -> InfraError:
         process = self._ranks[number].process
+        if process is None:
+            return InfraError(
+                f"{self._describe(number)} was lost in the {name}.", "The log of that host's worker has its last lines."
+            )
         with suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
         code = process.returncode
         how = "" if code is None else f" with signal {-code}" if code < 0 else f" with exit code {code}"
-        return InfraError(
-            f"Rank {number} of {len(self._ranks)} ended in the {name}{how}.", "The worker's log has its last lines."
-        )
+        return InfraError(f"{self._describe(number)} ended in the {name}{how}.", "The worker's log has its last lines.")
+
+    def _describe(self, number: int) -> str:
+        host = self._ranks[number].host
+        return f"Rank {number} of {len(self._ranks)}" + (f", on {host}," if host else "")
 
 
 def _beat_limit() -> float:
@@ -197,11 +249,13 @@ def _beat_limit() -> float:
 _running: list[RankGroup] = []
 
 
-def group_for(devices: Sequence[str]) -> RankGroup:
-    """Return the running ranks on these devices. If there are none, or the running ranks use other devices, start new ranks."""
-    if not (_running and _running[0].is_alive and _running[0].devices == tuple(devices)):
+def group_for(devices: Sequence[str], meeting: HostMeeting | None = None) -> RankGroup:
+    """Return the running ranks on these devices, and on those of other hosts if there is a `meeting`. If there are none, or the
+    running ranks use other devices, start new ranks.
+    """
+    if not (_running and _running[0].is_alive and _running[0].devices == tuple(devices) and _running[0].meeting == meeting):
         close_group()
-        _running.append(RankGroup.start(devices))
+        _running.append(RankGroup.start(devices, meeting))
     return _running[0]
 
 

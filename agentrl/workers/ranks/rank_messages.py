@@ -1,4 +1,4 @@
-"""The messages between a train worker and its ranks, over a socket pair. Nothing is pickled.
+"""The messages between a train worker and its ranks, over a socket. Nothing is pickled.
 
 A command to a rank is a line of JSON, and then tensors in the format of safetensors. A rank replies with lines of JSON.
 """
@@ -116,13 +116,14 @@ def encode_error(error: BaseException) -> dict[str, str]:
     return {"class": "", "message": f"{type(error).__name__}: {error}", "hint": ""}
 
 
-def decode_error(values: Mapping[str, str], rank: int) -> AgentRLError:
+def decode_error(values: Mapping[str, str], rank: int, host: str = "") -> AgentRLError:
     """Return the error that a rank reported. The error becomes an InfraError if its class is not one of agentrl's, or if the
     rank lost its device.
 
-    A lost device ends only the rank's process. The worker's own device still works.
+    A lost device ends only the rank's process. The worker's own device still works. `host` is the name of the rank's host, if
+    that is another host.
     """
     kind = getattr(errors, values["class"], InfraError) if values["class"] else InfraError
     message = values["message"] if values["class"] else f"Rank {rank} failed: {values['message']}"
-    error: AgentRLError = kind(message, values["hint"])
+    error: AgentRLError = kind(f"On {host}: {message}" if host else message, values["hint"])
     return error

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from agentrl.workers.ranks.rank_messages import RankCommand, decode_groups, encode_update
-from agentrl.workflow.errors import ModelError
+from agentrl.workflow.errors import ConfigError, ModelError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.models.parameters import count_parameters
 from agentrl.workflow.models.policy import Policy
@@ -16,11 +16,16 @@ from agentrl.workflow.training.trainer import Trainer
 
 
 class RankServer:
-    """The policy and the trainer of one rank. If the next run has the same base model, the policy stays loaded."""
+    """The policy and the trainer of one rank. If the next run has the same base model, the policy stays loaded.
 
-    def __init__(self, ranks: Ranks, device: str) -> None:
+    Args:
+        has_other_hosts: whether some ranks are on other hosts. This host may then lack a folder that the train worker has.
+    """
+
+    def __init__(self, ranks: Ranks, device: str, has_other_hosts: bool) -> None:
         self._ranks = ranks
         self._device = device
+        self._has_other_hosts = has_other_hosts
         self._key = ""
         self._policy: Policy | None = None
         self._trainer: Trainer | None = None
@@ -33,6 +38,9 @@ class RankServer:
 
     def _load(self, config: Any, base: str, base_hash: str, iterations: int, folder: str | None, fresh: bool) -> dict[str, Any]:
         run = Experiment.load(config).config
+        if self._has_other_hosts and folder is not None and not Path(folder).is_dir():
+            message = f"There is no folder {folder!r}, which has the run's checkpoint."
+            raise ConfigError(message, "All hosts of an update must share the folder of the checkpoints.")
         self._trainer = None
         policy = self._load_policy(run.model.model_dump_json(exclude={"path"}), run, base, base_hash)
         self._trainer = Trainer(policy, run, iterations, self._ranks)

@@ -21,13 +21,14 @@ class RankedTrainer:
     Args:
         group: the ranks. They hold the state of the `RankedTrainer` whose `load` was called last.
         policy: the policy of this process, from which the folder and the hash of the base model are read.
+        base: the name of the base model, which may be in different folders on several hosts; empty: the folder.
     """
 
-    def __init__(self, group: RankGroup, policy: Policy, config: RunConfig, iterations: int) -> None:
+    def __init__(self, group: RankGroup, policy: Policy, config: RunConfig, iterations: int, base: str = "") -> None:
         self._group = group
         self._run = {
             "config": config.model_dump(mode="json"),
-            "base": str(policy.folder),
+            "base": base or str(policy.folder),
             "base_hash": policy.base_hash,
             "iterations": iterations,
         }
@@ -60,7 +61,7 @@ class RankedTrainer:
         if len({_common_part(result) for result in results}) > 1:
             self._group.close()
             raise InfraError(
-                f"The {len(results)} ranks made different updates, so none is used.", "Check the GPUs of this machine."
+                f"The {len(results)} ranks made different updates, so none is used.", "Check the devices of the ranks."
             )
         self.learning_rate = results[0]["learning_rate"]
         first = updates[0]

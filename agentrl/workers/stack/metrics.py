@@ -22,7 +22,7 @@ from agentrl.workflow.store.reads import open_work
 
 log = getLogger("agentrl.metrics")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-PORT_ORDER = ("control", "rollout", "train", "tools", "agents", "endpoint")
+PORT_ORDER = ("control", "rollout", "train", "tools", "agents", "endpoint", "ranks")
 """The roles in the order of their ports. The control loop listens on AGENTRL_METRICS_PORT, and each further role on the next
 higher port.
 """

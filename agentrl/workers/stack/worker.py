@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from celery.apps.worker import Worker
 
 SHARED_ROLES = {"rollout", "train"}
-ROLES = ("rollout", "tools", "train", "control", "agents", "endpoint")
+ROLES = ("rollout", "tools", "train", "control", "agents", "endpoint", "ranks")
 WITHOUT_AGENTS = ROLES[:4]
 """The roles that every run needs."""
 FOR_AGENTS = ("endpoint", "agents")
@@ -36,6 +36,7 @@ MODULES = {
     "control": "agentrl.workers.stack.control_loop",
     "agents": "agentrl.workers.agents.agents_job",
     "endpoint": "agentrl.workers.serving.endpoint",
+    "ranks": "agentrl.workers.ranks.rank_host",
     "fit": "agentrl.workers.requests.requirements",
 }
 """The module with the job of each role. The entry `fit` is not a role: its module checks whether this worker can run a run,
@@ -93,6 +94,8 @@ def run(roles: list[str], concurrency: int | None = None, **listening: Any) -> N
     _serve_metrics(where, roles)
     if roles == ["control"]:
         _run_control()
+    elif roles == ["ranks"]:
+        _run_ranks()
     elif roles == ["endpoint"]:
         import_module(MODULES["endpoint"]).run(**listening)
     else:
@@ -159,6 +162,19 @@ def _end_with_supervisor(supervisor: int, roles: list[str]) -> None:
 
 def _run_control() -> None:
     from agentrl.workers.stack import control_loop
+
+    _run_without_queue("control", control_loop.run)
+
+
+def _run_ranks() -> None:
+    from agentrl.workers.stack.process import database, stopping
+
+    serve = import_module(MODULES["ranks"]).serve
+    _run_without_queue("ranks", lambda: serve(database(), stopping, readiness().confirm, readiness().lose))
+
+
+def _run_without_queue(name: str, work: Callable[[], None]) -> None:
+    """Run `work` until `stopping` is set, which SIGTERM and SIGINT do."""
     from agentrl.workers.stack.process import database, stopping
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -167,9 +183,9 @@ def _run_control() -> None:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     database()
-    ticking = threading.Thread(target=control_loop.run, name="control")
-    ticking.start()  # in a thread: a signal might interrupt this one while it holds the lock that `stop` needs
-    ticking.join()
+    working = threading.Thread(target=work, name=name)
+    working.start()  # in a thread: a signal might interrupt this one while it holds the lock that `stop` needs
+    working.join()
 
 
 def _run_queues(roles: list[str], concurrency: int) -> None:

@@ -650,6 +650,20 @@ service_leases = Table(
     Column("lease_until", BigInteger, nullable=False),
 )
 
+rank_meetings = Table(
+    "rank_meetings",
+    metadata,
+    id_column(),
+    text_column("address"),
+    Column("devices", String(8), nullable=False),
+    Column("numerics", String(8), nullable=False),
+    Column("token", String(64), nullable=False),
+    Column("lease_until", BigInteger, nullable=False),
+)
+"""The meetings of the hosts of an update. A train worker writes a row, waits for other hosts at `address`, and deletes the row.
+With `token`, another host joins the update, so nobody but workers may read it.
+"""
+
 
 machine_loads = Table(
     "machine_loads",
@@ -671,7 +685,7 @@ database's clock. Only the host of the control loop counts the waiting work and 
 """
 
 
-TABLES_FOR_READERS = tuple(table for table in metadata.tables if table != "service_leases")
+TABLES_FOR_READERS = tuple(table for table in metadata.tables if table not in ("service_leases", "rank_meetings"))
 """The tables that the role `agentrl_reader` may read. It may also read all views."""
 
 FIXED_CALL_COLUMNS = {column.name for column in tool_calls.primary_key} | {

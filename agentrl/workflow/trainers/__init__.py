@@ -49,5 +49,8 @@ def check(config: RunConfig) -> None:
     if config.update.devices != 1 and backend.name != "agentrl":
         message = f"The trainer {backend.name} updates on one device, and update.devices is {config.update.devices}."
         raise ConfigError(message, "Leave update.devices out, or take --trainer agentrl.")
+    if config.update.hosts != 1 and backend.name != "agentrl":
+        message = f"The trainer {backend.name} updates on one host, and update.hosts is {config.update.hosts}."
+        raise ConfigError(message, "Leave update.hosts out, or take --trainer agentrl.")
     if backend.check:
         find("trainer", backend.check)(config)

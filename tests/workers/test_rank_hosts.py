@@ -1,0 +1,361 @@
+"""Updates on several hosts: a train worker and workers `ranks` meet by a row, and make the update of one process."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.workers.ranks import host_meeting, rank_host
+from agentrl.workers.ranks.host_meeting import HostMeeting, JoinedHost, RankOffer, check_hosts, interfaces_at, versions
+from agentrl.workers.ranks.rank_group import RankGroup
+from agentrl.workers.ranks.rank_messages import decode_error, encode_error
+from agentrl.workers.requests import requirements
+from agentrl.workflow import trainers
+from agentrl.workflow.config import build
+from agentrl.workflow.errors import ConfigError, Fenced, InfraError, ModelError
+from agentrl.workflow.models.devices import devices_of_ranks
+from agentrl.workflow.models.policy import Policy
+from agentrl.workflow.settings import settings
+from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.migrate import open_database
+from agentrl.workflow.store.rank_meetings import RankMeeting, close_meeting, list_meetings, open_meeting
+from agentrl.workflow.training.trainer import Trainer
+from bench.faults import record
+from bench.faults.cluster import Crew
+from bench.faults.fork_server import Child, Nursery
+from tests.support.gate import arrivals, open_gate
+from tests.support.network_machines import wait_until
+from tests.training.test_trainer import folder as folder
+from tests.training.test_trainer import groups_of
+from tests.workers.test_rank_faults import RUN, are_gone, made, ranks_of
+from tests.workers.test_rank_faults import undisturbed as undisturbed
+from tests.workers.test_ranks import config, hashes, largest_difference, ranked, saved
+from tests.workers.test_requirements import asked
+
+HERE = "127.0.0.1"
+TOKEN = "a" * 43
+
+
+@pytest.fixture
+def database(store_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
+    """A store of a train worker that may lead several hosts."""
+    monkeypatch.setenv("AGENTRL_RANKS_HOST", HERE)
+    monkeypatch.setenv("AGENTRL_DEVICE", "cpu")
+    settings.cache_clear()
+    with closing(open_database(settings().database)) as db:
+        yield db
+    torch.use_deterministic_algorithms(False)
+
+
+def meeting_of(database: Database, hosts: int = 2, devices: str = "1") -> HostMeeting:
+    return HostMeeting(hosts, devices, "exact", database, threading.Event())
+
+
+class Host:
+    """A connection of a test that acts as the worker `ranks` of another host."""
+
+    def __init__(self, meeting: RankMeeting) -> None:
+        host, _, port = meeting.address.rpartition(":")
+        self.link = socket.create_connection((host, int(port)), 10)
+        self.offer = RankOffer(meeting.token, **versions(), host="node7", member="m", device="cpu", devices=1, index=0)
+
+    def send(self, data: bytes | None = None, **changes: Any) -> "Host":
+        """Send the offer with these changes, or other data."""
+        self.link.sendall(replace(self.offer, **changes).encode() if data is None else data)
+        return self
+
+    def answer(self) -> str:
+        """Return why the train worker refused; empty if it closed the connection without a reason."""
+        try:
+            with self.link.makefile("rb") as lines:
+                line = lines.readline()
+        except ConnectionResetError:  # it was closed before it was read to its end
+            line = b""
+        return str(json.loads(line)["error"]) if line else ""
+
+
+@pytest.fixture
+def host() -> Iterator[Callable[[RankMeeting], Host]]:
+    """Open a connection to a meeting; all are closed at the end."""
+    with ExitStack() as links:
+
+        def connect(row: RankMeeting) -> Host:
+            one = Host(row)
+            links.enter_context(one.link)
+            return one
+
+        yield connect
+
+
+@pytest.fixture
+def gather(database: Database) -> Iterator[Callable[[HostMeeting], tuple[Any, RankMeeting]]]:
+    """Start to wait for other hosts, in a thread. Return the future, and the row of the meeting."""
+    with ThreadPoolExecutor() as threads, ExitStack() as stack:
+
+        def start(meeting: HostMeeting) -> tuple[Any, RankMeeting]:
+            stack.callback(meeting.fenced.set)
+            future = threads.submit(meeting.gather, "cpu")
+            wait_until(lambda: len(list_meetings(database)) == 1, "a meeting")
+            return future, list_meetings(database)[0]
+
+        yield start
+
+
+def test_meeting_refuses_bad_offers_and_goes_on(
+    gather: Any, host: Any, database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_meeting, "OFFER_SECONDS", 0.5)
+    future, row = gather(meeting_of(database))
+    slow = host(row).send(b'{"token": ')
+    versions_here = f"agentrl {versions()['agentrl']} and torch {versions()['torch']}"
+    refused = {
+        "127.0.0.1 sent a wrong token.": [{"token": TOKEN}, {"token": ""}, {"token": "ä"}],
+        f"node7 has agentrl 0.0.9 and torch {versions()['torch']}, and the train worker has {versions_here}.": [
+            {"agentrl": "0.0.9"}
+        ],
+        f"node7 has agentrl {versions()['agentrl']} and torch 1.0, and the train worker has {versions_here}.": [
+            {"torch": "1.0"}
+        ],
+        "node7 computes on cuda, and the train worker on cpu.": [{"device": "cuda"}],
+        "node7: It has no device.": [{"error": "It has no device."}],
+        "127.0.0.1 sent no offer.": [{"devices": 65}, {"index": 1}, {"index": -1}, {"host": 7}],
+    }
+    for reason, offers in refused.items():
+        for changes in offers:
+            assert host(row).send(**changes).answer() == reason, changes
+    lone = json.dumps({**json.loads(host(row).offer.encode()), "token": "\ud800"}).encode()
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n\n", b"x" * 5000, b"[" * 4000 + b"\n", b"{}\n", b"\xff\n", b"null\n", lone + b"\n"):
+        assert host(row).send(garbage).answer() in ("127.0.0.1 sent no offer.", ""), garbage
+    assert slow.answer() == "127.0.0.1 sent no offer within 0 s."
+    assert row.token not in caplog.text
+    assert not future.done()
+    good = host(row).send()
+    (joined,) = future.result(10)
+    assert (joined.name, len(joined.links)) == ("node7", 1)
+    assert list_meetings(database) == []
+    joined.links[0].close()
+    assert good.answer() == ""
+
+
+def test_meeting_counts_a_host_with_all_of_its_devices(gather: Any, host: Any, database: Database) -> None:
+    """A host that has left, or has sent more than its offer, does not count."""
+    future, row = gather(meeting_of(database, 3, "2"))
+    gone = [host(row).send(member="gone", devices=2, index=index) for index in (0, 1)]
+    gone[1].link.close()
+    loud = host(row).send(member="loud")
+    loud.send(b"more")
+    assert loud.answer() == ""
+    first = host(row).send(member="first", devices=2, index=1)
+    other = host(row).send(member="other")
+    time.sleep(1)
+    assert not future.done()
+    last = host(row).send(member="first", devices=2, index=0)
+    hosts: list[JoinedHost] = future.result(10)
+    ports = [[link.getpeername()[1] for link in one.links] for one in hosts]
+    assert sorted(ports) == sorted([[last.link.getsockname()[1], first.link.getsockname()[1]], [other.link.getsockname()[1]]])
+    assert gone[0].answer() == ""
+    for one in hosts:
+        for link in one.links:
+            link.close()
+
+
+def test_meeting_says_who_is_missing(gather: Any, host: Any, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_meeting, "MEETING_SECONDS", 0.5)
+    with pytest.raises(
+        InfraError, match=r"^1 of 2 hosts joined within 0\.5 s: start `agentrl worker ranks` on another host\.$"
+    ):
+        meeting_of(database).gather("cpu")
+    monkeypatch.setattr(host_meeting, "MEETING_SECONDS", 2.0)
+    future, row = gather(meeting_of(database, 3))
+    host(row).send()
+    host(row).send(member="old", torch="1.0").answer()
+    with pytest.raises(InfraError, match=r"^2 of 3 hosts joined within 2 s: .* Refused: node7 has .* torch 1\.0"):
+        future.result(10)
+    assert list_meetings(database) == []
+
+
+def test_meeting_ends_when_the_claim_is_taken_over(gather: Any, host: Any, database: Database) -> None:
+    meeting = meeting_of(database, 3)
+    future, row = gather(meeting)
+    joined = host(row).send()
+    meeting.fenced.set()
+    with pytest.raises(Fenced):
+        future.result(10)
+    assert joined.answer() == ""
+    assert list_meetings(database) == []
+
+
+def test_ended_meetings_are_not_listed_and_are_deleted(database: Database) -> None:
+    rows = [RankMeeting(f"{HERE}:1", "1", "fast", str(number)) for number in range(3)]
+    for row, seconds in zip(rows, (-1, 60, 60), strict=True):
+        open_meeting(database, row, seconds)
+    assert list_meetings(database) == rows[1:]
+    close_meeting(database, "1")
+    assert list_meetings(database) == rows[2:]
+    assert rows[0].token not in repr(rows[0]).replace("127.0.0.1", "")
+
+
+def test_ranks_host_must_be_an_address_of_this_machine(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert interfaces_at(HERE)["GLOO_SOCKET_IFNAME"] == "lo"
+    with pytest.raises(ConfigError, match=r"No network interface of .* has 192\.0\.2\.1"):
+        interfaces_at("192.0.2.1")
+    for name in host_meeting.INTERFACES:
+        monkeypatch.setenv(name, "lo")
+    assert interfaces_at("192.0.2.1") == {}
+    monkeypatch.setenv("AGENTRL_RANKS_HOST", "192.0.2.1")
+    settings.cache_clear()
+    with pytest.raises(ConfigError, match=r"Cannot listen at AGENTRL_RANKS_HOST=192\.0\.2\.1"):
+        meeting_of(database).gather("cpu")
+
+
+def test_hosts_that_cannot_be_are_refused(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (0, 65, "two", 1.5):
+        with pytest.raises(ConfigError, match=r"update\.hosts"):
+            build({"update.hosts": value})
+    with pytest.raises(ConfigError, match=r"The trainer trl updates on one host, and update\.hosts is 2"):
+        trainers.check(build({"update.hosts": 2, "update.trainer": "trl"}))
+    check_hosts(2, "/mnt/runs")
+    with pytest.raises(ConfigError, match=r"a folder that all hosts share, and 's3://bucket/runs' is a URL"):
+        check_hosts(2, "s3://bucket/runs")
+    monkeypatch.delenv("AGENTRL_RANKS_HOST")
+    settings.cache_clear()
+    check_hosts(1, "s3://bucket/runs")
+    with pytest.raises(ConfigError, match="AGENTRL_RANKS_HOST is not set"):
+        check_hosts(2, "/mnt/runs")
+
+
+def test_worker_check_reports_missing_ranks_host(home: Path, tmp_path: Path) -> None:
+    question = asked(tmp_path, **{"update.hosts": 2})
+    assert requirements.list_lacks(question, ["rollout", "tools"]) == []
+    (lack,) = requirements.list_lacks(question, ["train"])
+    assert lack.startswith("says: update.hosts=2 needs an address of the train worker's machine, and AGENTRL_RANKS_HOST is not")
+
+
+def test_errors_of_another_host_name_it() -> None:
+    error = decode_error(encode_error(ModelError("There is no model.", "Copy it.")), 1, "node7")
+    assert isinstance(error, ModelError)
+    assert str(error) == "On node7: There is no model. Copy it."
+
+
+def test_devices_of_several_hosts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The train worker must know which kind of device another host has."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert devices_of_ranks(1, "auto", "fast", 2) == devices_of_ranks(1, "cuda", "fast", 2) == ["cuda:0"]
+    assert devices_of_ranks("auto", "auto", "fast", 2) == ["cuda:0", "cuda:1"]
+    assert devices_of_ranks(1, "auto", "exact", 2) == devices_of_ranks(1, "cpu", "fast", 2) == ["cpu"]
+    assert devices_of_ranks(1, "cuda:1", "fast", 2) == devices_of_ranks("auto", "cuda:1", "fast", 2) == ["cuda:1"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert devices_of_ranks(1, "auto", "fast", 2) == devices_of_ranks("auto", "auto", "fast", 2) == ["cpu"]
+    for number in (1, "auto"):
+        with pytest.raises(ConfigError, match="torch can use none on this machine"):
+            devices_of_ranks(number, "cuda", "fast", 2)
+
+
+def test_member_asks_once_at_a_meeting_that_refuses_it(
+    gather: Any, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The meeting wants more devices than this host has. The host asks once, and the train worker gets the reason."""
+    monkeypatch.setattr(rank_host, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    future, row = gather(HostMeeting(2, "3", "fast", database, fenced := threading.Event()))
+    monkeypatch.setenv("AGENTRL_DEVICE", "cuda")
+    settings.cache_clear()
+    refusals: list[str] = []
+    monkeypatch.setattr(rank_host.log, "warning", lambda text, *values: refusals.append(text % values))
+    stopping = threading.Event()
+    member = threading.Thread(target=rank_host.serve, args=(database, stopping, lambda: None, lambda error: None))
+    member.start()
+    wait_until(lambda: bool(refusals), "a refusal")
+    time.sleep(0.5)
+    stopping.set()
+    member.join(10)
+    assert len(refusals) == 2, "one in the log of each worker"
+    assert all("update.devices=3 needs 3 GPUs, and torch can use none on this machine" in said for said in refusals)
+    fenced.set()
+    with pytest.raises(Fenced):
+        future.result(10)
+    assert row.token not in str(refusals)
+
+
+@pytest.fixture
+def member(database: Database, forks: Nursery, home: Path) -> Iterator[Child]:
+    """A worker `ranks`, beside a meeting whose train worker is dead."""
+    open_meeting(database, RankMeeting(f"{HERE}:1", "1", "exact", TOKEN), 600)
+    child = forks.start("bench.faults.fork_server:serve", ["ranks"], environment={**os.environ, "AGENTRL_HOME": str(home)})
+    yield child
+    child.kill(signal.SIGTERM)
+    assert child.end() == 0, child.log.read_text()
+
+
+@pytest.mark.slow
+def test_two_hosts_make_the_update_of_one(
+    database: Database, member: Child, folder: Path, tmp_path: Path, forked_programs: None
+) -> None:
+    """Bit for bit that of two devices, and that of one process up to rounding. The group stays warm for a second run."""
+    run = config(**{"update.hosts": 2, "model.lora_dropout": 0.3})
+    with closing(RankGroup.start(["cpu"], meeting_of(database))) as hosts, closing(RankGroup.start(["cpu"] * 2)) as devices:
+        for iteration, groups in enumerate((groups_of(3, 3), groups_of(1, 3))):
+            for name, group in (("hosts", hosts), ("devices", devices)):
+                trainer = ranked(group, folder, run)
+                trainer.load(tmp_path / f"{name} {iteration - 1}" if iteration else None)
+                trainer.update(groups, iteration)
+                saved(trainer, tmp_path / f"{name} {iteration}")
+            assert hashes(tmp_path / f"hosts {iteration}") == hashes(tmp_path / f"devices {iteration}")
+        plain = config(**{"update.hosts": 2})
+        alone = Trainer(Policy.load(plain.model, str(folder), "cpu"), plain)
+        together = ranked(hosts, folder, plain)
+        for one in (alone, together):
+            one.load(None)
+            one.update(groups_of(), 0)
+        assert largest_difference(saved(alone, tmp_path / "alone"), saved(together, tmp_path / "together")) < 1e-10
+        assert hosts.is_alive
+        (rank,) = ranks_of(member)
+        with pytest.raises(ConfigError, match=r"There is no folder '.*none', which has the run's checkpoint"):
+            together.load(tmp_path / "none")
+        assert not hosts.is_alive
+        assert are_gone([rank])
+    with closing(RankGroup.start(["cpu"], meeting_of(database))) as again:
+        together = ranked(again, folder, plain)
+        together.load(tmp_path / "together")
+        again_rank = ranks_of(member)
+    assert are_gone(again_rank)
+
+
+def two_hosts(folder: Path, forks: Nursery, world_model: Path, migrated_file: Path) -> Crew:
+    crew = made(folder, forks, world_model, migrated_file)
+    crew.environment["AGENTRL_RANKS_HOST"] = HERE
+    return crew
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["ranks", "train"])
+def test_update_is_made_again_after_lost_host(
+    lost: str, short_folder: Path, forks: Nursery, world_model: Path, migrated_file: Path, undisturbed: record.Record
+) -> None:
+    """The rows and weights are those of a run on two devices of one host."""
+    with closing(two_hosts(short_folder, forks, world_model, migrated_file)) as crew:
+        workers = {**crew.fork_all(), "ranks": crew.fork("ranks")}
+        crew.submit(**{**RUN, "update__devices": 1, "update__hosts": 2})
+        crew.wait(lambda: arrivals(crew.home, "update") == 2, "two ranks in an update")
+        ranks = [*ranks_of(workers["train"]), *ranks_of(workers["ranks"])]
+        assert len(ranks) == 2
+        crew.kill_worker(lost)
+        assert are_gone(ranks)
+        open_gate(crew.home, "update")
+        crew.assert_whole()
+        assert record.violations(record.read(crew.home), undisturbed, "") == []
+        failures = crew.rows("SELECT detail FROM events WHERE kind = 'update_failed'")
+        assert len(failures) == (lost == "ranks")
+        assert all("was lost in the update" in detail for (detail,) in failures)
+        assert crew.count("SELECT count(*) FROM rank_meetings") == 0
