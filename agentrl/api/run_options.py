@@ -45,6 +45,7 @@ class RunOptions(TypedDict, total=False):
     groups: int | Sequence[int]
     held_out_tasks: int
     hook: str | Sequence[str]
+    hosts: int
     importance: Literal["auto", "truncate", "mask", "none"]
     importance_cap: float
     importance_level: Literal["token", "sequence"]

@@ -86,8 +86,8 @@ def interfaces_at(address: str) -> dict[str, str]:
         return {}
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-            found = ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            if socket.inet_ntoa(found[20:24]) == address:
+            request = ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            if socket.inet_ntoa(request[20:24]) == address:
                 return dict.fromkeys(INTERFACES, name)
     message = f"No network interface of {socket.gethostname()} has {address} as its first IPv4 address."
     raise ConfigError(message, f"Name the interface in {' and '.join(INTERFACES)}.")
@@ -238,9 +238,9 @@ class _Reception:
                 keep_alive(link)
             return chosen
         finally:
-            kept = {link for host in chosen for link in host.links} if len(chosen) == self.hosts - 1 else set()
+            links = [link for host in chosen for link in host.links] if len(chosen) == self.hosts - 1 else []
             for guest in self.guests:
-                if guest.link not in kept:
+                if guest.link not in links:
                     guest.link.close()
 
     def _missing_error(self, joined: int) -> InfraError:

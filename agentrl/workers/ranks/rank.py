@@ -140,7 +140,7 @@ def _open_store(rank: int, count: int, url: str) -> dict[str, Any]:
     if place.scheme == "file":
         return {"init_method": url}
     host, _, port = place.netloc.rpartition(":")
-    store = dist.TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]
         host,
         int(port),
         count,
