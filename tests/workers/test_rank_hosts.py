@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ from bench.faults import record
 from bench.faults.cluster import Crew
 from bench.faults.fork_server import Child, Nursery
 from tests.support.gate import arrivals, open_gate
-from tests.support.network_machines import wait_until
+from tests.support.network_machines import network, wait_until
 from tests.training.test_trainer import folder as folder
 from tests.training.test_trainer import groups_of
 from tests.workers.test_rank_faults import RUN, are_gone, made, ranks_of
@@ -359,3 +360,49 @@ def test_update_is_made_again_after_lost_host(
         assert len(failures) == (lost == "ranks")
         assert all("was lost in the update" in detail for (detail,) in failures)
         assert crew.count("SELECT count(*) FROM rank_meetings") == 0
+
+
+def lead(folder: str, place: str) -> None:
+    """Make an update as the train worker of two hosts, and another one while the test has cut off the other host."""
+    os.environ["AGENTRL_LEASE_SECONDS"] = "3"
+    run, out = config(**{"update.hosts": 2}), Path(place)
+    with closing(open_database(settings().database)) as db, closing(RankGroup.start(["cpu"], meeting_of(db))) as group:
+        trainer = ranked(group, Path(folder), run)
+        trainer.load(None)
+        trainer.update(groups_of(), 0)
+        saved(trainer, out / "hosts")
+        wait_until((out / "cut").exists, "a cut", 120)
+        with pytest.raises(InfraError) as raised:
+            trainer.update(groups_of(seed=1), 1)
+    (out / "error").write_text(str(raised.value))
+
+
+@pytest.mark.slow
+def test_hosts_of_a_network_update_until_one_is_cut_off(
+    store_home: Path, folder: Path, tmp_path: Path, forked_programs: None
+) -> None:
+    """Each host has its own address, and reaches the other only by the network. PEFT's config lists layers in the order of a set,
+    which differs between processes that are not forked; the weights and the optimizer's state are equal bit for bit.
+    """
+    with network(["leader", "lender"]) as (_, (leader, lender)), ExitStack() as stack:
+        environment = {**os.environ, "AGENTRL_DEVICE": "cpu", "AGENTRL_RANKS_HOST": leader.address}
+        code = f"from {__name__} import lead; lead({str(folder)!r}, {str(tmp_path)!r})"
+        worker = ["-m", "agentrl.workers.stack.worker", "ranks"]
+        for host, words, log in ((lender, worker, "lender.log"), (leader, ["-c", code], "leader.log")):
+            process = host.popen([sys.executable, *words], environment, tmp_path / log)
+            stack.callback(process.wait, 30)
+            stack.callback(process.terminate)
+        wait_until(lambda: (tmp_path / "hosts").exists() or process.poll() is not None, "an update", 200)
+        assert process.poll() is None, (tmp_path / "leader.log").read_text() + (tmp_path / "lender.log").read_text()
+        lender.cut_off()
+        (tmp_path / "cut").touch()
+        wait_until(lambda: process.poll() is not None, "an error", 100)
+        assert "on lender, did not respond for" in (tmp_path / "error").read_text()
+        wait_until(lambda: "have ended" in (tmp_path / "lender.log").read_text(), "the end of the rank that is cut off", 100)
+    with closing(RankGroup.start(["cpu"] * 2)) as devices:
+        together = ranked(devices, folder, config(**{"update.hosts": 2}))
+        together.load(None)
+        together.update(groups_of(), 0)
+        saved(together, tmp_path / "devices")
+    ours, theirs = (hashes(tmp_path / name) for name in ("hosts", "devices"))
+    assert {name for name in ours if ours[name] != theirs[name]} <= {"adapter_config.json", "manifest.json"}
