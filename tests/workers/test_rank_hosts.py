@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from agentrl.cli.doctor import _ranks_host
 from agentrl.workers.ranks import host_meeting, rank_host
 from agentrl.workers.ranks.host_meeting import HostMeeting, JoinedHost, RankOffer, check_hosts, interfaces_at, versions
 from agentrl.workers.ranks.rank_group import RankGroup
@@ -209,6 +210,7 @@ def test_ended_meetings_are_not_listed_and_are_deleted(database: Database) -> No
 
 def test_ranks_host_must_be_an_address_of_this_machine(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     assert interfaces_at(HERE)["GLOO_SOCKET_IFNAME"] == "lo"
+    assert _ranks_host(settings()).found == "other hosts can join updates at 127.0.0.1 (network interface: lo)"
     with pytest.raises(ConfigError, match=r"No network interface of .* has 192\.0\.2\.1"):
         interfaces_at("192.0.2.1")
     for name in host_meeting.INTERFACES:
@@ -218,6 +220,7 @@ def test_ranks_host_must_be_an_address_of_this_machine(database: Database, monke
     settings.cache_clear()
     with pytest.raises(ConfigError, match=r"Cannot listen at AGENTRL_RANKS_HOST=192\.0\.2\.1"):
         meeting_of(database).gather("cpu")
+    assert _ranks_host(settings()).state == "fail"
 
 
 def test_hosts_that_cannot_be_are_refused(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,8 +384,8 @@ def lead(folder: str, place: str) -> None:
 def test_hosts_of_a_network_update_until_one_is_cut_off(
     store_home: Path, folder: Path, tmp_path: Path, forked_programs: None
 ) -> None:
-    """Each host has its own address, and reaches the other only by the network. PEFT's config lists layers in the order of a set,
-    which differs between processes that are not forked; the weights and the optimizer's state are equal bit for bit.
+    """Each host has its own address, and reaches the other only by the network. Weights and moments equal those of two devices.
+    PEFT's config lists layers in the order of a set, which differs between processes that are not forked.
     """
     with network(["leader", "lender"]) as (_, (leader, lender)), ExitStack() as stack:
         environment = {**os.environ, "AGENTRL_DEVICE": "cpu", "AGENTRL_RANKS_HOST": leader.address}
