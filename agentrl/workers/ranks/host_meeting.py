@@ -283,10 +283,8 @@ class _Reception:
             self._drop(guest)
             return
         guest.data += data
-        if guest.data.endswith(b"\n") and len(guest.data) <= MAX_LINE_BYTES:
+        if b"\n" in guest.data or len(guest.data) >= MAX_LINE_BYTES:
             self._check(guest)
-        elif len(guest.data) >= MAX_LINE_BYTES:
-            self._refuse(guest, f"{guest.peer} sent no offer.")
 
     def _check(self, guest: _Guest) -> None:
         """Take the guest's offer, or refuse the guest. Only a guest with the token is told what it lacks."""
