@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from sqlalchemy import text
 
 from agentrl.cli.doctor import _ranks_host
 from agentrl.workers.ranks import host_meeting, rank_host
@@ -32,6 +33,7 @@ from agentrl.workflow.settings import settings
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import open_database
 from agentrl.workflow.store.rank_meetings import RankMeeting, close_meeting, list_meetings, open_meeting
+from agentrl.workflow.tables.schema import RIGHTS_OF_AGENTS, RIGHTS_OF_TOOLS, TABLES_FOR_READERS
 from agentrl.workflow.training.trainer import Trainer
 from bench.faults import record
 from bench.faults.cluster import Crew
@@ -198,14 +200,21 @@ def test_meeting_ends_when_the_claim_is_taken_over(gather: Any, host: Any, datab
     assert list_meetings(database) == []
 
 
-def test_ended_meetings_are_not_listed_and_are_deleted(database: Database) -> None:
+@pytest.mark.parametrize("store", ["sqlite", "postgres"])
+def test_ended_meetings_are_not_listed_and_are_deleted(store: str, request: pytest.FixtureRequest) -> None:
+    database: Database = request.getfixturevalue(store)
     rows = [RankMeeting(f"{HERE}:1", "1", "fast", str(number)) for number in range(3)]
     for row, seconds in zip(rows, (-1, 60, 60), strict=True):
         open_meeting(database, row, seconds)
     assert list_meetings(database) == rows[1:]
     close_meeting(database, "1")
     assert list_meetings(database) == rows[2:]
-    assert rows[0].token not in repr(rows[0]).replace("127.0.0.1", "")
+    open_meeting(database, replace(rows[0], token=TOKEN), -1)
+    open_meeting(database, rows[1], 60)
+    with database.read() as tx:
+        assert tx.execute(text("SELECT count(*) FROM rank_meetings WHERE token IN (:one, '0')"), {"one": TOKEN}).scalar() == 0
+    assert TOKEN not in repr(replace(rows[0], token=TOKEN))
+    assert "rank_meetings" not in (*TABLES_FOR_READERS, *RIGHTS_OF_TOOLS, *RIGHTS_OF_AGENTS)
 
 
 def test_ranks_host_must_be_an_address_of_this_machine(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
