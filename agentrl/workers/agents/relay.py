@@ -16,40 +16,54 @@ MAX_CONNECTIONS = 64
 
 @contextmanager
 def relayed(path: Path, host: str, port: int) -> Iterator[None]:
-    """During the `with` block, listen on the Unix socket `path` and forward each connection to the address."""
+    """During the `with` block, listen on the Unix socket `path` and forward each connection to the address. At its end, close
+    the connections that are still open.
+    """
     loop = _loop()
-    server = asyncio.run_coroutine_threadsafe(_listen(path, host, port), loop).result()
+    connections = set[asyncio.Task[None]]()
+    server = asyncio.run_coroutine_threadsafe(_listen(path, host, port, connections), loop).result()
     path.chmod(0o666)  # the sandbox's user connects; its folder keeps others away
     try:
         yield
     finally:
-        asyncio.run_coroutine_threadsafe(_close(server), loop).result()
+        asyncio.run_coroutine_threadsafe(_close(server, connections), loop).result()
 
 
-async def _listen(path: Path, host: str, port: int) -> asyncio.Server:
+async def _listen(path: Path, host: str, port: int, connections: "set[asyncio.Task[None]]") -> asyncio.Server:
     open_ones = asyncio.Semaphore(MAX_CONNECTIONS)
 
     async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with open_ones:
-            await _pass_on(reader, writer, host, port)
+        try:
+            async with open_ones:
+                await _pass_on(reader, writer, host, port)
+        finally:
+            writer.close()
 
-    return await asyncio.start_unix_server(pass_on, path)
+    def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = asyncio.ensure_future(pass_on(reader, writer))
+        connections.add(connection)
+        connection.add_done_callback(connections.discard)
+
+    return await asyncio.start_unix_server(begin, path)
 
 
-async def _close(server: asyncio.Server) -> None:
+async def _close(server: asyncio.Server, connections: "set[asyncio.Task[None]]") -> None:
     server.close()
+    still_open = list(connections)
+    for connection in still_open:
+        connection.cancel()
+    await asyncio.gather(*still_open, return_exceptions=True)
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int) -> None:
     try:
         answers, questions = await asyncio.open_connection(host, port)
     except OSError:
-        writer.close()
         return
-    sides = [asyncio.ensure_future(_pump(reader, questions)), asyncio.ensure_future(_pump(answers, writer))]
-    await asyncio.wait(sides)
-    for side in (writer, questions):
-        side.close()
+    try:
+        await asyncio.gather(_pump(reader, questions), _pump(answers, writer))
+    finally:
+        questions.close()
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
