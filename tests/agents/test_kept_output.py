@@ -47,6 +47,12 @@ def test_kept_output_has_no_control_characters() -> None:
 def test_add_last_lines_quotes_few_and_short_ones() -> None:
     assert add_last_lines("it failed", " \n") == "it failed"
     assert add_last_lines("it failed", "why\n\n") == "it failed: why"
+    assert add_last_lines("it failed", "", explains=False) == "it failed"
+    assert add_last_lines("it failed", "OK\n", explains=False).splitlines() == [
+        "it failed.",
+        "The last lines of its output:",
+        "OK",
+    ]
     many = add_last_lines("it failed", "\n".join(str(number) * 1000 for number in range(9)))
     assert [line[:1] for line in many.splitlines()] == ["i", "T", "4", "5", "6", "7", "8"]
     assert max(map(len, many.splitlines())) < 320

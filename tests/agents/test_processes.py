@@ -270,6 +270,12 @@ def test_failed_program_error_quotes_the_last_lines_of_output(tmp_path: Path) ->
     assert "[the attempt's key] and\ufffd" in report.output
 
 
+def test_limit_error_ends_before_the_output(tmp_path: Path) -> None:
+    report = program(tmp_path, "print('symlink OK', flush=True); import time; time.sleep(60)", timeout_seconds=2.0)
+    reason = "it ran for more than 2 s (agent.timeout_seconds)."
+    assert report.error.splitlines() == [reason, "The last lines of its output:", "symlink OK"]
+
+
 def test_exited_function_error_quotes_the_last_lines_of_output() -> None:
     report = ran("exits")
     assert (report.exit_code, report.error) == (3, "its process ended before it returned: no license")

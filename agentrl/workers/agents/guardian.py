@@ -329,7 +329,7 @@ class _AgentWatch:
         if status == -signal.SIGKILL and not report.error_class:
             report.error_class, report.error = KILLED, "it was killed, by a user or by the kernel (out of memory)"
         if report.error_class:
-            report.error = add_last_lines(report.error, report.output)
+            report.error = add_last_lines(report.error, report.output, explains=False)
             return report
         try:
             fields = _read_reply(self.order, self._reply_bytes())

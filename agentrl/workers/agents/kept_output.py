@@ -67,12 +67,17 @@ class KeptOutput:
         return hide_keys(text, self.keys)
 
 
-def add_last_lines(error: str, output: str) -> str:
-    """Return the error message with the last line of the output appended. If the output has more lines, its last `MAX_LINES`
-    lines follow in new lines.
+def add_last_lines(error: str, output: str, explains: bool = True) -> str:
+    """Return the error message with the last `MAX_LINES` lines of the output in new lines.
+
+    Args:
+        error: the message, without a full stop.
+        output: the output.
+        explains: whether the last line of the output says more about the error, like the message of an exception. It then
+            continues the message, and a single line is not repeated. Else the message ends with a full stop.
     """
     lines = [line[:MAX_LINE_CHARS] for line in output_lines(output)[-MAX_LINES:]]
     if not lines:
         return error
-    more = "\n".join(["", "The last lines of its output:", *lines]) if len(lines) > 1 else ""
-    return f"{error}: {lines[-1]}{more}"
+    message = f"{error}: {lines[-1]}" if explains else f"{error}."
+    return message if explains and len(lines) == 1 else "\n".join([message, "The last lines of its output:", *lines])
