@@ -1,10 +1,14 @@
 """`agentrl agent poll`: runs a program for each task of a run whose agents run elsewhere (`--agent external`)."""
 
+import time
 from typing import Annotated
 
 import typer
 
 from agentrl.cli.console import say, show
+
+ENDPOINT_SECONDS = 60.0
+"""The longest time that `agent poll` waits for an endpoint that is starting, in seconds."""
 
 agent = typer.Typer(help="Run the agents of runs with --agent external.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -47,12 +51,23 @@ def poll(
 
 
 def _find_url() -> str:
+    """Return the URL of this data folder's endpoint. Wait for the endpoint if the embedded stack is starting it."""
     from agentrl.cli.resolve_targets import existing_database
+    from agentrl.workers.stack import embedded
     from agentrl.workers.stack.presence import find_endpoint_url
     from agentrl.workflow.errors import ServiceError
+    from agentrl.workflow.settings import settings
+    from agentrl.workflow.store.endpoint_reads import some_run_has_agent
 
-    database = existing_database()
-    url = None if database is None else find_endpoint_url(database)
-    if url is None:
-        raise ServiceError("No endpoint runs for this data folder.", "Submit a run with --agent external, or write --url URL.")
-    return url
+    database, deadline, is_told = existing_database(), time.monotonic() + ENDPOINT_SECONDS, False
+    while database is not None:
+        if url := find_endpoint_url(database):
+            return url
+        is_starting = embedded.find_supervisor(settings()) is not None and some_run_has_agent(database)
+        if not is_starting or time.monotonic() > deadline:
+            break
+        if not is_told:
+            say("The endpoint is starting.")
+            is_told = True
+        time.sleep(0.2)
+    raise ServiceError("No endpoint runs for this data folder.", "Submit a run with --agent external, or write --url URL.")

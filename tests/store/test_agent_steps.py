@@ -9,7 +9,8 @@ import pytest
 from sqlalchemy import text
 
 from agentrl.workflow.errors import Fenced
-from agentrl.workflow.store import agent_holds, rollout_claims, steps, tool_calls, vacuum
+from agentrl.workflow.store import agent_attempts, agent_holds, rollout_claims, steps, tool_calls, vacuum
+from agentrl.workflow.store.agent_attempts import AgentEnd
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import episode_rows
 from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
@@ -67,7 +68,7 @@ def reclaimed(db: Database, work: GroupWork) -> tuple[Step, ...]:
     return claim(db, work.fence.group, lease=EXPIRED).episodes[0].steps
 
 
-def commit(db: Database, work: GroupWork, *records: StepRecord) -> list[Step]:
+def commit(db: Database, work: GroupWork, *records: StepRecord) -> list[Any]:
     return steps.commit_calls(db, work.fence, records)
 
 
@@ -89,6 +90,43 @@ def test_agent_step_committed_again_is_the_same_step(database: Database) -> None
     assert (fresh.index, fresh.chain) == (1, 1)
     assert stored(database, work) == (first, fresh)
     assert values(database, "SELECT steps || '/' || tool_calls FROM episodes WHERE id = :e", e=work.episodes[0].id) == ["2/1"]
+
+
+def with_agent(db: Database) -> tuple[GroupWork, int]:
+    """The claim of the only group of a new run, and the id of its first episode's running agent, which "w" holds."""
+    work = begun(db)
+    agent_holds.open_attempts(db, work.fence, [episode.id for episode in work.episodes])
+    agent = agent_attempts.claim_agent(db, work.episodes[0].id, 0, "w", "hash of a key", 60.0)
+    assert agent is not None
+    return work, agent.id
+
+
+@pytest.mark.parametrize("end", ["ended", "given back"])
+def test_agent_step_is_refused_after_agent_has_ended(database: Database, end: str) -> None:
+    work, agent = with_agent(database)
+    other = replace(answer(work, "other", turn()), episode=work.episodes[1].id)
+    (first,) = commit(database, work, answer(work, "a", turn()))
+    if end == "ended":
+        assert agent_attempts.finish_agent(database, agent, "w", AgentEnd())
+    else:
+        assert agent_attempts.give_up_agent(database, agent, "w", "it was killed", "lost")
+    refused, accepted = commit(database, work, answer(work, "b", turn(parent=0)), other)
+    assert refused is None
+    assert accepted is not None
+    assert stored(database, work) == (first,)
+
+
+def test_agent_ends_only_after_a_commit_in_progress(database: Database) -> None:
+    work, agent = with_agent(database)
+    with ThreadPoolExecutor(1) as pool:
+        with database.engine.begin() as tx:
+            (step,) = steps.insert_calls(tx, work.fence, [answer(work, "a", turn())])
+            ending = pool.submit(agent_attempts.finish_agent, database, agent, "w", AgentEnd())
+            with pytest.raises(TimeoutError):
+                ending.result(0.3)
+        assert ending.result(30)
+    assert stored(database, work) == (step,)
+    assert commit(database, work, answer(work, "b", turn(parent=0))) == [None]
 
 
 def test_agent_steps_committed_at_once_overwrite_nothing(database: Database) -> None:

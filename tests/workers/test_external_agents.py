@@ -28,6 +28,7 @@ from agentrl.workflow.config import build
 from agentrl.workflow.errors import ConfigError, ServiceError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.settings import Settings, settings
+from agentrl.workflow.store import agent_attempts
 from agentrl.workflow.store.connect import Database
 from tests.support.agents_stage import Stage, group_of, now_ms, staged, wait_for, write
 from tests.support.played_runs import task, value, values
@@ -60,6 +61,13 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "POLL_SECONDS", 0.2)
 
 
+@pytest.fixture
+def rare_looks(quick_looks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollout learns late that an attempt has ended."""
+    for module in (inbox, rollout):
+        monkeypatch.setattr(module, "POLL_SECONDS", 2.0)
+
+
 @dataclass
 class Elsewhere:
     """A staged group of external agents, and the endpoint that hands them out."""
@@ -83,8 +91,9 @@ class Elsewhere:
         found: dict[str, Any] = response.json()
         return found
 
-    def call(self, task: Mapping[str, Any]) -> httpx2.Response:
-        body = {"model": "m", "messages": task["task"]["messages"]}
+    def call(self, task: Mapping[str, Any], more: str = "") -> httpx2.Response:
+        extra = [{"role": "user", "content": more}] if more else []
+        body = {"model": "m", "messages": [*task["task"]["messages"], *extra]}
         headers = {"Authorization": f"Bearer {task['api_key']}"}
         return httpx2.post(f"{self.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
 
@@ -208,12 +217,61 @@ def test_renewed_task_ends_at_its_time_limit(own_database: Database) -> None:
     assert value(own_database, "SELECT stop_reason FROM episodes") == "timeout"
 
 
+def test_poll_says_why_its_program_was_ended(own_database: Database) -> None:
+    with elsewhere(own_database, lease=3.0) as there, TaskClient(there.url, KEY) as client:
+        lines: list[str] = []
+        poller = Poller(client, ["sleep", "60"], "", 1, max_tasks=1, report=lines.append)
+        polling = threading.Thread(target=poller.poll)
+        polling.start()
+        wait_for(lambda: value(there.db, "SELECT status FROM agent_attempts") == "running")
+        write(there.db, "UPDATE agent_attempts SET status = 'lost', error_class = 'lost' WHERE status = 'running'")
+        polling.join(60)
+    assert lines == ["first train/0: its attempt was ended by its time limit, or taken over after its lease"]
+
+
 def test_released_task_is_given_out_again(own_database: Database) -> None:
     with elsewhere(own_database) as there:
         for body in ({}, {"error": "it was killed"}):
             assert there.post(f"{there.next()['id']}/release", body).status_code == 200
         assert there.next()["attempt"] == 2
     assert values(own_database, "SELECT error_class FROM agent_attempts ORDER BY id") == ["stopped", "lost", ""]
+
+
+@pytest.mark.parametrize("body", [{"release": {"error": "it was killed"}}, {"end": {"answer": "42"}}], ids=["release", "end"])
+@pytest.mark.usefixtures("rare_looks")
+def test_key_samples_no_more_after_its_attempt_ends(own_database: Database, body: dict[str, Any]) -> None:
+    with elsewhere(own_database) as there:
+        task = there.next()
+        assert there.call(task).status_code == 200
+        ((action, content),) = body.items()
+        assert there.post(f"{task['id']}/{action}", content).status_code == 200
+        after = [there.call(task, f"{n}") for n in range(3)]
+        assert [(answer.status_code, answer.json()["error"]["code"]) for answer in after] == [(409, "episode_over")] * 3
+        if action == "release":
+            again = there.next()
+            assert there.call(again).status_code == 200
+            assert there.post(f"{again['id']}/end", {"answer": "42"}).status_code == 200
+        there.stage.over()
+    assert values(own_database, "SELECT count(*) FROM steps GROUP BY attempt") == [1] * (2 if action == "release" else 1)
+    assert not values(own_database, "SELECT detail FROM events WHERE kind = 'replay_mismatch'")
+
+
+@pytest.mark.usefixtures("rare_looks")
+def test_turn_sampled_while_its_attempt_ends_is_refused(own_database: Database) -> None:
+    """The endpoint and the rollout still serve the attempt: another process has ended it."""
+    with elsewhere(own_database) as there:
+        task = there.next()
+        assert there.call(task).status_code == 200
+        agent, worker = int(task["id"].partition("-")[0]), f"external:{task['id'].partition('-')[2]}"
+        assert agent_attempts.give_up_agent(there.db, agent, worker, "it was killed", "lost")
+        answers = [there.call(task, f"{n}") for n in range(2)]
+        assert [answer.json()["error"]["code"] for answer in answers] == ["episode_over"] * 2
+        again = there.next()
+        assert there.call(again).status_code == 200
+        assert there.post(f"{again['id']}/end", {"answer": "42"}).status_code == 200
+        there.stage.over()
+    assert values(own_database, "SELECT count(*) FROM steps GROUP BY attempt") == [1, 1]
+    assert values(own_database, "SELECT status FROM agent_attempts ORDER BY id") == ["lost", "ended"]
 
 
 def test_next_waits_for_a_task_of_its_run(own_database: Database) -> None:

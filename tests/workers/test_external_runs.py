@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.agents_stage import wait_for
 from tests.support.played_runs import value, values
 from tests.support.real_stack import embedded_stack
 from tests.support.small_models import tiny_random
@@ -36,8 +35,7 @@ def test_external_agents_train_a_run(short_folder: Path, tmp_path: Path) -> None
         ]
         words += ["--epochs", "1", "--tasks-per-iteration", "2", "--agent", "external", "--name", "elsewhere"]
         stack.agentrl("submit", *words, "--reward", "numeric_answer")
-        wait_for(lambda: (stack.home / "stack" / "tasks.key").exists())
-        wait_for(lambda: stack.command("agent", "poll", "--tasks", "1", "--", "true").returncode == 0, 60)
+        stack.agentrl("agent", "poll", "--tasks", "1", "--", "true")  # while the endpoint is starting
         stack.agentrl(
             "agent", "poll", "--parallel", "2", "--tasks", "7", "--run", "elsewhere", "--", sys.executable, str(script)
         )

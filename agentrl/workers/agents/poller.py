@@ -85,6 +85,9 @@ class PolledTask(BaseModel):
     emit_key: str
 
 
+TASK_OVER = "its attempt was ended by its time limit, or taken over after its lease"
+
+
 class TaskOver(Exception):
     """The exception for a task that has ended, or that the endpoint has taken away from this poller."""
 
@@ -323,7 +326,7 @@ class Poller:
     def _send(self, task: PolledTask, action: str, body: dict[str, Any]) -> None:
         """Tell the endpoint how the task ended. While the endpoint is unavailable, send it again."""
         if not action:
-            self.report(f"{task.run} {task.task.key}: no longer ours")
+            self.report(f"{task.run} {task.task.key}: {TASK_OVER}")
             return
         deadline, pause = time.monotonic() + PATIENCE_SECONDS, FIRST_PAUSE
         while True:
@@ -331,7 +334,7 @@ class Poller:
                 self.client.send(task.id, action, body)
                 break
             except TaskOver:
-                self.report(f"{task.run} {task.task.key}: no longer ours")
+                self.report(f"{task.run} {task.task.key}: {TASK_OVER}")
                 return
             except ServiceError as error:
                 if self._stopping.is_set() or time.monotonic() > deadline:

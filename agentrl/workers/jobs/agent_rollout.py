@@ -12,6 +12,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
+from itertools import islice
 from logging import getLogger
 from types import MappingProxyType
 from typing import Any
@@ -305,7 +306,7 @@ class AgentRollout:
             or conversation.attempt != call.attempt
             or call.episode not in self.recorder.episodes
         ):
-            raise RequestError(409, "This episode has ended, or has a newer attempt.", code="episode_over")
+            raise _attempt_over()
         if conversation.is_other(call):
             message = "This Idempotency-Key was used before with another body."
             raise RequestError(422, message, code="idempotency_key_reused")
@@ -439,7 +440,12 @@ class AgentRollout:
         steps = iter(self.recorder.commit_calls([record for turn_records in records.values() for record in turn_records]))
         faultpoint("agent_call.committed")
         for turn, turn_records in records.items():
-            self._release_turn(turn, turn_records, [next(steps) for _ in turn_records])
+            stored = [step for step in islice(steps, len(turn_records)) if step is not None]
+            if stored:
+                self._release_turn(turn, turn_records, stored)
+            else:  # its agent has ended meanwhile
+                turn.refuse(_attempt_over())
+                self._close_turn(turn)
         faultpoint("agent_call.released")
 
     def _open_turns(self, number: int) -> Sequence[AgentTurn]:
@@ -837,6 +843,10 @@ class AgentRecords:
         fields |= {"not_applied": list(ask.not_applied), KEPT: dict(ask.kept)}
         fields |= {GRAMMAR: _constraint_record(turn, done, message)}
         return {name: value for name, value in fields.items() if value} | dict(turn.noted)
+
+
+def _attempt_over() -> RequestError:
+    return RequestError(409, "This episode has ended, or has a newer attempt.", code="episode_over")
 
 
 def _constraint_error(constraint: Constraint, error: ModelError) -> RequestError:

@@ -94,16 +94,16 @@ class EpisodeRecorder:
             self._add_step(record.episode, record.step)
         return calls
 
-    def commit_calls(self, records: Sequence[StepRecord]) -> list[Step]:
+    def commit_calls(self, records: Sequence[StepRecord]) -> list[Step | None]:
         """Commit the turns that were sampled for external agents. Also commit the tool results that the agents sent.
 
         Returns:
-            The stored steps, in the order of `records`.
+            The stored steps, in the order of `records`; None for a turn of an agent that has ended or is lost.
         """
         committed = steps.commit_calls(self.db, self.work.fence, records)
         for record, step in zip(records, committed, strict=True):
             number = record.episode
-            if number in self.episodes and step.index == len(self.episodes[number].steps):
+            if step is not None and number in self.episodes and step.index == len(self.episodes[number].steps):
                 self._show_results(number, record.earlier_results)
                 self._add_step(number, step)
         self._report_going_on()

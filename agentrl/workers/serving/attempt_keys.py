@@ -17,8 +17,10 @@ from agentrl.workflow.store.endpoint_reads import AttemptLocation
 
 log = getLogger("agentrl.endpoint")
 KNOWN_SECONDS = 5.0
-"""The lifetime of a cached answer, in seconds. An outdated answer is harmless: a worker that no longer holds the episode
-responds with status 421, and the database is queried again.
+"""The lifetime of a cached answer, in seconds. An outdated answer stores nothing: a worker that no longer holds the episode
+responds with status 421, and the database is queried again. A worker that still holds the episode cannot commit a turn of an
+attempt that has ended (`store.steps.commit_calls`), and refuses it with status 409. The endpoint that ends an attempt itself
+forgets the answer at once (`AttemptKeys.forget`).
 """
 MAX_KNOWN = 4096
 MAX_KEY_CHARS = 256
@@ -34,6 +36,7 @@ class AttemptKeys:
         self._known: OrderedDict[str, tuple[float, AttemptLocation]] = OrderedDict()
         self._asked: dict[str, asyncio.Future[AttemptLocation | None]] = {}
         self._reading: asyncio.Task[None] | None = None
+        self._forgets = 0
         self._thread = ThreadPoolExecutor(1, "rows")
 
     async def find(self, hashed: str, fresh: bool = False) -> AttemptLocation | None:
@@ -89,6 +92,14 @@ class AttemptKeys:
         """
         yield _checked(api_key)
 
+    def forget(self, agent: int) -> None:
+        """Remove the cached answer for the attempt whose row in `agent_attempts` has the id `agent`. Results of a query in
+        progress are not cached either, because they may be older.
+        """
+        self._forgets += 1
+        for hashed in [hashed for hashed, (_, place) in self._known.items() if place.agent == agent]:
+            del self._known[hashed]
+
     def close(self) -> None:
         """End the thread after its current query."""
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -102,6 +113,7 @@ class AttemptKeys:
 
     async def _read_all(self) -> None:
         while self._asked:
+            forgets = self._forgets
             batch = {name: self._asked.pop(name) for name in list(self._asked)[:MAX_READ]}
             try:
                 places = await asyncio.get_running_loop().run_in_executor(self._thread, self._read, list(batch))
@@ -111,12 +123,13 @@ class AttemptKeys:
                     future.exception()  # seen, also where nobody waits any more
             else:
                 for name, future in batch.items():
-                    self._remember(name, places.get(name))
+                    self._known.pop(name, None)
+                    if forgets == self._forgets:
+                        self._remember(name, places.get(name))
                     future.set_result(places.get(name))
         self._reading = None
 
     def _remember(self, hashed: str, place: AttemptLocation | None) -> None:
-        self._known.pop(hashed, None)
         if place is not None and not place.over and place.address is not None:
             self._known[hashed] = (time.monotonic(), place)
             if len(self._known) > MAX_KNOWN:

@@ -116,9 +116,13 @@ class Endpoint:
         body = await call.read(external_tasks.MAX_BODY_BYTES, self.limits.body_seconds)
 
         async def answer() -> None:
-            names = call.path_params
+            task, action = call.path_params.get("id", ""), call.path_params.get("action", "next")
             rewards_key = call.headers.get(external_tasks.REWARDS_KEY, "")
-            document = await tasks.answer(names.get("id", ""), names.get("action", "next"), rewards_key, body)
+            try:
+                document = await tasks.answer(task, action, rewards_key, body)
+            finally:  # the attempt may have ended, also by its time limit
+                if (agent := external_tasks.agent_of(task)) is not None:
+                    self.keys.forget(agent)
             if document is None:
                 await call.answer_empty([])
             else:

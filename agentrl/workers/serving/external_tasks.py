@@ -235,6 +235,12 @@ def serve_tasks(database: Database, url: str) -> ExternalTasks | None:
     return ExternalTasks(database, url.rstrip("/"), key, where.rewards_key, where.lease_seconds)
 
 
+def agent_of(task: str) -> int | None:
+    """Return the id of the row in `agent_attempts` that the id of a task names; None if it names none."""
+    match = _ID.fullmatch(task)
+    return int(match[1]) if match else None
+
+
 def _worker(token: str) -> str:
     return f"external:{token}"
 

@@ -23,10 +23,12 @@ ENDPOINT = "endpoint"
 class AttemptLocation:
     """The attempt of a key, and the process that serves the attempt's requests.
 
+    `agent` is the id of the attempt's row in `agent_attempts`.
     `over` is the reason why the attempt takes no more requests; it is empty while the attempt takes requests. `address` is the
     "host:port" of the process that holds the episode's group; it is None while no process holds the group.
     """
 
+    agent: int
     run: str
     episode: int
     attempt: int
@@ -42,6 +44,7 @@ def find_places(tx: Connection, key_hashes: Collection[str]) -> dict[str, Attemp
     rows = tx.execute(
         select(
             agents.c.key_hash,
+            agents.c.id,
             runs.c.name,
             agents.c.episode_id,
             agents.c.attempt,
@@ -57,6 +60,7 @@ def find_places(tx: Connection, key_hashes: Collection[str]) -> dict[str, Attemp
     )
     return {
         row.key_hash: AttemptLocation(
+            row.id,
             row.name,
             row.episode_id,
             row.attempt,

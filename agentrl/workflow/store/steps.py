@@ -50,6 +50,7 @@ class JudgeQuestions:
 
 
 _EPISODES, _STEPS, _CALLS, _OPTIONS = schema.episodes.c, schema.steps.c, schema.tool_calls.c, schema.request_options.c
+_AGENTS = schema.agent_attempts.c
 _THE_STEP = (
     (_STEPS.episode_id == bindparam("of_episode"))
     & (_STEPS.attempt == bindparam("of_attempt"))
@@ -292,9 +293,17 @@ class _StepPosition:
     request_id: str
 
 
+_AGENT_STATUS = (
+    select(_AGENTS.status)
+    .where(_AGENTS.episode_id == bindparam("of_episode"), _AGENTS.attempt == bindparam("of_attempt"))
+    .with_for_update(read=True)  # on Postgres the agent cannot end before the steps are committed
+    .scalar_subquery()
+)
 _PLACES = PreparedStatement(
-    select(_STEPS.number, _STEPS.chain, _STEPS.parent_step, _STEPS.request_id)
-    .where(_STEPS.episode_id == bindparam("of_episode"), _STEPS.attempt == bindparam("of_attempt"))
+    select(_AGENT_STATUS, _STEPS.number, _STEPS.chain, _STEPS.parent_step, _STEPS.request_id)
+    .select_from(schema.episodes)
+    .outerjoin(schema.steps, (_STEPS.episode_id == _EPISODES.id) & (_STEPS.attempt == bindparam("of_attempt")))
+    .where(_EPISODES.id == bindparam("of_episode"))
     .order_by(_STEPS.number)
 )
 _SHOW_RESULT = PreparedStatement(
@@ -314,29 +323,30 @@ _DELIVER = PreparedStatement(update(schema.steps).where(_THE_STEP))
 
 
 @transaction
-def commit_calls(tx: Connection, fence: Fence, records: Sequence[StepRecord]) -> list[Step]:
+def commit_calls(tx: Connection, fence: Fence, records: Sequence[StepRecord]) -> list[Step | None]:
     """Commit the steps, and the results of earlier tool calls: an agent runs its calls itself, so the messages of its next
     request contain the results. Return the steps in the order of `records`.
 
-    The returned steps have their index, parent and chain. A step whose request id is already stored is not written again. Raise
-    Fenced if another worker holds the group.
+    The returned steps have their index, parent and chain. A step whose request id is already stored is not written again. If
+    the agent of an episode's current attempt has ended or is lost, nothing is written for that episode, and None is returned
+    for its records. Raise Fenced if another worker holds the group.
     """
     return insert_calls(tx, fence, records)
 
 
-def insert_calls(tx: Connection, fence: Fence, records: Sequence[StepRecord]) -> list[Step]:
+def insert_calls(tx: Connection, fence: Fence, records: Sequence[StepRecord]) -> list[Step | None]:
     """Write the rows of `commit_calls` in the transaction `tx`. See `commit_calls`."""
     held = check_claim(tx, fence)
-    places: dict[int, list[_StepPosition]] = {}
-    return [_commit_call(tx, record, held, places) for record in records]
+    # in the order of episodes, so that two transactions lock the rows of agents in the same order
+    places = {episode: _read_places(tx, episode, held) for episode in sorted({record.episode for record in records})}
+    return [_commit_call(tx, record, held, places[record.episode]) for record in records]
 
 
-def _commit_call(tx: Connection, record: StepRecord, held: HeldEpisodes, positions: dict[int, list[_StepPosition]]) -> Step:
+def _commit_call(tx: Connection, record: StepRecord, held: HeldEpisodes, places: list[_StepPosition] | None) -> Step | None:
     request = record.request
     assert request is not None
-    if record.episode not in positions:
-        positions[record.episode] = _read_places(tx, record.episode, held)
-    places = positions[record.episode]
+    if places is None:
+        return None
     for place in places:
         if place.request_id == request.id:
             return replace(record.step, index=place.number, chain=place.chain, parent=place.parent)
@@ -347,11 +357,15 @@ def _commit_call(tx: Connection, record: StepRecord, held: HeldEpisodes, positio
     return step
 
 
-def _read_places(tx: Connection, episode: int, held: HeldEpisodes) -> list[_StepPosition]:
+def _read_places(tx: Connection, episode: int, held: HeldEpisodes) -> list[_StepPosition] | None:
+    """Return the positions of the episode's steps; None if the agent of its current attempt has ended or is lost."""
     rows = _PLACES.rows(tx, {"of_episode": episode, "of_attempt": held.attempts[episode]})
+    if rows[0][0] in ("ended", "lost"):
+        return None
     places = [
         _StepPosition(number, chain, ROOT if parent is None else parent, request or "")
-        for number, chain, parent, request in rows
+        for _, number, chain, parent, request in rows
+        if number is not None
     ]
     return places if len(places) == held.steps[episode] else [*_inherited_places(tx, episode), *places]
 
