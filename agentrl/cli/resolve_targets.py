@@ -283,14 +283,14 @@ def find_trusted_policy(policy: str, trust: bool) -> "tuple[RunConfig, Any]":
     return config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": trusted})}), ref
 
 
-def check_model_is_there(policy: str, config: "RunConfig") -> None:
+def check_model_is_there(policy: str, config: "RunConfig", dataset: str = "") -> None:
     """If `policy` is the name of a model and not of a run's policy, check that the model exists. Raise ModelError if it does
-    not exist.
+    not exist. `tiny` is the model of `dataset`; if it is empty, of the config's dataset.
     """
     from agentrl.workflow.errors import ModelError
     from agentrl.workflow.models.lookup import existing_model
 
     try:
-        existing_model(config.model.path, config.dataset.name)
+        existing_model(config.model.path, dataset or config.dataset.name)
     except ModelError as error:
         raise ModelError(f"No run or model is called {policy!r}: {error.message}", error.hint) from error

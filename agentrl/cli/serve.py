@@ -140,12 +140,13 @@ def _served_config(
     from agentrl.workflow import engines
     from agentrl.workflow.config import build
     from agentrl.workflow.experiment import Experiment
+    from agentrl.workflow.models.lookup import TINY_DATASET
 
     base, ref = find_trusted_policy(policy, trust)
     config = build(serve_config(base, name, options).flat() | chat)
     engines.check_options(Experiment(config).engine, config.rollout)
     if ref is None:
-        check_model_is_there(policy, config)
+        check_model_is_there(policy, config, TINY_DATASET)
     return config, ref, "" if ref is None else str(base.name or "")
 
 

@@ -13,6 +13,7 @@ from agentrl.workflow.chat.grammar import (
     GrammarError,
     call_end,
     find_obstacle,
+    has_open_call,
     is_kept,
     turn_grammar,
     with_wish,
@@ -193,6 +194,16 @@ def test_wish_is_checked_afterwards() -> None:
     assert is_kept(Constraint(schema=SHORT), Message("assistant", '{"n": 4}'), ())
     for wrong in ('{"m": 4}', "n", "[1]"):
         assert not is_kept(Constraint(schema=SHORT), Message("assistant", wrong), ())
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open"),
+    [("<tool_call>", True), ('Look: <tool_call>\n{"name": "oth', True), ("only text", False)],
+)
+def test_strict_call_that_was_cut_off_is_not_kept(text: str, is_open: bool) -> None:
+    message = Message("assistant", text)
+    assert has_open_call(message, chat_of().manner.tool_format) == is_open
+    assert is_kept(Constraint(strict=("other",)), message, TOOLS, is_open) != is_open
 
 
 @pytest.mark.parametrize("required", [7, "n", {"n": 1}, [["n"], {"n": 1}, 7, None]])

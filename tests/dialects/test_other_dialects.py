@@ -228,6 +228,20 @@ def test_responses_offer_namespaces_and_name_hosted_tools(chat: Chat) -> None:
     assert again.messages[1].tool_calls[0].name == "agents__add"
 
 
+def test_responses_repeat_fields_of_the_request(chat: Chat) -> None:
+    fields = {"metadata": {"k": "v"}, "parallel_tool_calls": False, "tool_choice": "required", "max_output_tokens": 7}
+    ask = Responses.ask(**fields)
+    turn = turn_of(chat, ask, "Hello.")
+    reply = responses.whole(ask, [turn], HEAD, chat)
+    assert {name: reply[name] for name in fields} == fields
+    assert [(tool["name"], tool["parameters"]) for tool in reply["tools"]] == [("add", SCHEMA), ("f", SCHEMA)]
+    assert sse(responses.stream(ask, HEAD, chat).begin())[0]["response"]["metadata"] == {"k": "v"}
+    Response.model_validate(reply)
+    large = responses.whole(Responses.ask(metadata={"k": "v" * 70_000}, tools=[]), [turn], HEAD, chat)
+    assert (large["metadata"], large["tools"], large["tool_choice"]) == ({}, [], "auto")
+    assert (large["parallel_tool_calls"], large["max_output_tokens"]) == (True, None)
+
+
 def test_responses_read_encrypted_thought(chat: Chat) -> None:
     ask = Responses.ask(include=["reasoning.encrypted_content"])
     reply = responses.whole(ask, [turn_of(chat, ask, "<think>hm</think>Yes")], HEAD, chat)
@@ -327,6 +341,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
         ),
         r"tools\[0\].tools\[0\].name: a tool's name has 129 characters, at most 128 are accepted",
     ),
+    (lambda: Responses.ask(input="a\ud800"), "^input: it contains an unpaired surrogate"),
     (lambda: Responses.ask(input=[]), "input: at least one item is needed"),
     (lambda: Responses.ask(input=[{"type": "computer_call"}]), r"input\[0\].type: 'computer_call' is not supported"),
     (

@@ -250,11 +250,15 @@ def test_strict_api_refuses_wishes_in_the_dialects_shape(
     [
         {"type": "string", "pattern": "^a$", "enum": ["b"]},
         {"$ref": "#/$defs/nowhere"},
+        {
+            "$ref": "#/$defs/a",
+            "$defs": {"a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}},
+        },
         {"enum": ["x" * 70_000]},
         {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(4000)}},
         {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{n}}}$"} for n in range(20)]},
     ],
-    ids=["unsatisfiable", "dangling", "large", "many", "hours"],
+    ids=["unsatisfiable", "dangling", "endless", "large", "many", "hours"],
 )
 def test_impossible_schema_is_refused_in_one_sentence(db: Database, policy: Policy, client: DialectClient, schema: Any) -> None:
     fields = json.loads(json.dumps(schema_of(client)).replace(json.dumps(SCHEMA), json.dumps(schema)))

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from agentrl.workers.serving.endpoint_app import EndpointLimits
+from agentrl.workflow.dialects import completions
 from agentrl.workflow.dialects.paths import DIALECTS
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.trajectory import Message, ToolCall
@@ -287,6 +288,11 @@ def test_dialect_cuts_max_tokens_and_refuses_long_prompts(db: Database, client: 
         too_long: Any = (openai.BadRequestError, anthropic.BadRequestError)
         with pytest.raises(too_long, match="maximum context length is 120 tokens"):
             client.ask(place.url, place.key, long)
+        error = place.post(client, client.body(long)).json()["error"]
+        assert "more than 120 tokens" in error["message"]
+        field = {"/v1/responses": "input", "/v1/completions": "prompt"}.get(client.path, "messages")
+        assert f"{field}: " in error["message"]
+        assert error.get("param", field) == field
 
 
 @every_dialect
@@ -489,6 +495,15 @@ def test_completions_refuse_hostile_prompts(db: Database, more: Any) -> None:
         answer = place.post(COMPLETIONS, COMPLETIONS.body(["x"]) | more)
         assert answer.status_code == 400, answer.text
         assert COMPLETIONS.error_of(answer.json())
+
+
+def test_completions_refuse_many_ids_before_other_work(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions, "identity_of", lambda *_: pytest.fail("it was hashed"))
+    with placed(db, Policy(ANSWER).engine, window=120) as place:
+        answer = place.post(COMPLETIONS, COMPLETIONS.body(["x"]) | {"prompt": [1] * 500_000, "echo": True})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+    assert "it has 500000 tokens" in error["message"]
 
 
 def test_messages_count_tokens_samples_nothing(db: Database) -> None:

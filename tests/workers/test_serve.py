@@ -346,6 +346,7 @@ def test_serve_refuses_origins_that_it_cannot_serve(origins: str, key: str, said
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("--policy", "tiny", "--port", "0"), "The tiny model for 'arithmetic' does not exist yet"),
         (("--policy", "nobody"), "There is no run or model folder 'nobody'"),
         (("--policy", "tiny", "--host", "0.0.0.0", "--port", "0"), "without a key"),
         (("--policy", "tiny", "--no-record", "--keep-days", "3"), "--no-record excludes"),

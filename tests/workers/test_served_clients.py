@@ -15,6 +15,7 @@ from agentrl.workers.serving import served_clients
 from agentrl.workers.serving.attempt_keys import AttemptKeys
 from agentrl.workers.serving.endpoint_app import Endpoint
 from agentrl.workers.serving.served_clients import END, MAX_CLIENTS, MAX_END_BYTES, Read, ServedClients
+from agentrl.workflow.agents import read_result
 from agentrl.workflow.config import RolloutConfig
 from agentrl.workflow.dialects.chat_completions import PATH as CHAT
 from agentrl.workflow.dialects.client_sampling import key_asked, limits_asked, with_stop
@@ -406,3 +407,10 @@ def test_client_seed_draws_the_same_in_any_episode() -> None:
 
 def test_client_stop_strings_add_to_those_of_run() -> None:
     assert with_stop(RolloutConfig(stop=("a",)), ["b", "a"]).stop == ("a", "b")
+
+
+def test_end_with_reward_that_is_no_number_names_it() -> None:
+    with pytest.raises(TypeError, match=r"^rewards\.x must be a number, not str$"):
+        read_result({"rewards": {"x": "y"}})
+    with pytest.raises(TypeError, match=r"^an agent must return None"):
+        read_result([1])

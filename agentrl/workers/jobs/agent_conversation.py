@@ -23,7 +23,7 @@ from typing import Any
 
 from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, AttemptGone, Drawn, Refused
 from agentrl.workflow.chat.rendering import Chat, TooLong
-from agentrl.workflow.dialects import Ask, RecordedResponse, RequestError, ResponseTurn
+from agentrl.workflow.dialects import Ask, RecordedResponse, RequestError, ResponseTurn, too_long
 from agentrl.workflow.engines import Completion
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.inference.prompt_draft import Draft, Lines, continuing, opening
@@ -339,17 +339,17 @@ class Conversation:
             ids = chat.opening(ask.messages, ask.tools, ask.template_options, max_tokens)
             return opening(self.lines, ask.messages, ids, reason)
         except TooLong as error:
-            raise too_long(max_tokens, "more") from error
+            raise too_long(max_tokens, f"more than {max_tokens}", ask.prompt_field) from error
         except Exception as error:  # a template is a program, and the messages are anybody's
             text = str(error) if isinstance(error, ModelError) else f"The chat template cannot render these messages: {error}."
-            raise RequestError(400, text[:1000], code="invalid_messages", param="messages") from error
+            raise RequestError(400, text[:1000], code="invalid_messages", param=ask.prompt_field) from error
 
     def _raw_draft(self, chat: Chat, ask: Ask, max_tokens: int) -> Draft:
         """Return the draft of a prompt that the client wrote itself. It continues the step whose tokens it extends."""
         try:
             ids = chat.opening(ask.messages, max_tokens=max_tokens)
         except TooLong as error:
-            raise too_long(max_tokens, "more") from error
+            raise too_long(max_tokens, f"more than {max_tokens}", ask.prompt_field) from error
         except ModelError as error:
             raise RequestError(400, error.message, code="invalid_prompt", param="prompt") from error
         parent = self.lines.longest_line(ids)
@@ -483,12 +483,6 @@ def _draw(request: StepRequest) -> int:
 def _own_id(request: StepRequest) -> str:
     """Return the id of the client's request, without the suffixes for cancelled turns and for further choices."""
     return request.id.partition(CANCELLED)[0].partition(".")[0]
-
-
-def too_long(max_tokens: int, tokens: int | str) -> RequestError:
-    """Return the error for messages that have more than `max_tokens` tokens."""
-    message = f"This model's maximum context length is {max_tokens} tokens; the messages have {tokens}."
-    return RequestError(400, message, code="context_length_exceeded", param="messages")
 
 
 def _calls_key(message: Message) -> str:

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, AttemptGone, Refused
-from agentrl.workers.jobs.agent_conversation import KEPT, TOP, AgentTurn, Conversation, choice_id, prompt_hash, too_long
+from agentrl.workers.jobs.agent_conversation import KEPT, TOP, AgentTurn, Conversation, choice_id, prompt_hash
 from agentrl.workers.jobs.agent_replay import REPLAYED, WAIT_SECONDS, AgentReplay, Contradiction, RecordedTurn
 from agentrl.workers.jobs.episode_recorder import EpisodeRecorder
 from agentrl.workers.jobs.inbox import Inbox, InboxEvent
@@ -30,7 +30,7 @@ from agentrl.workflow.chat import grammar
 from agentrl.workflow.chat.grammar import Constraint, GrammarError
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import CLIENTS, AgentConfig, RolloutConfig
-from agentrl.workflow.dialects import Ask, RecordedResponse, RequestError
+from agentrl.workflow.dialects import Ask, RecordedResponse, RequestError, too_long
 from agentrl.workflow.dialects.client_sampling import key_asked, limits_asked, with_stop
 from agentrl.workflow.dialects.reply_text import parse_turn
 from agentrl.workflow.engines import Backend, Completion, Engine, GenerateRequest
@@ -396,7 +396,7 @@ class AgentRollout:
         """Return the prompt for the requested turn. Raise RequestError if it leaves no place for a turn."""
         draft = conversation.draft(self.chat, ask, self.max_context)
         if len(draft.context) >= self.max_context:
-            raise too_long(self.max_context, len(draft.context))
+            raise too_long(self.max_context, len(draft.context), ask.prompt_field)
         return draft
 
     def _put_over(self, turn: AgentTurn, future: "Future[Completion]") -> None:
@@ -675,7 +675,9 @@ class AgentSampling:
         if not obstacle:
             try:
                 if constraint.needs_grammar:
-                    chat.grammars.matcher(grammar.turn_grammar(constraint, ask.tools, chat, ()))
+                    limits = grammar.turn_grammar(constraint, ask.tools, chat, ())
+                    grammar.check_schemas(constraint, ask.tools)
+                    chat.grammars.matcher(limits)
             except ModelError as error:
                 raise _constraint_error(constraint, error) from error
             return self._without_refused(replace(ask, enforced=True))
@@ -841,7 +843,7 @@ class AgentRecords:
         stops = list(dict.fromkeys((*ask.stop, *call_stops(ask, self.chat))))
         fields = {"stop": stops, EQUAL: turn.draft.equal if turn.draft.equal > 1 else 0, TOP: done.top}
         fields |= {"not_applied": list(ask.not_applied), KEPT: dict(ask.kept)}
-        fields |= {GRAMMAR: _constraint_record(turn, done, message)}
+        fields |= {GRAMMAR: _constraint_record(turn, done, message, self.chat)}
         return {name: value for name, value in fields.items() if value} | dict(turn.noted)
 
 
@@ -855,14 +857,16 @@ def _constraint_error(constraint: Constraint, error: ModelError) -> RequestError
     return RequestError(400, f"{', '.join(names)}: {error.message}", "invalid_constraint", names[0])
 
 
-def _constraint_record(turn: AgentTurn, done: Completion, message: Message) -> dict[str, Any]:
+def _constraint_record(turn: AgentTurn, done: Completion, message: Message, chat: Chat) -> dict[str, Any]:
     """Return what the row stores of the turn's constraint: the constraint, and whether the turn keeps it. If a grammar kept it,
     also the grammar's hash, the library's version, and the indices of the tokens that the grammar chose.
     """
     ask = turn.ask
     if not ask.constraint:
         return {}
-    record: dict[str, Any] = {**ask.constraint.stored, "kept": grammar.is_kept(ask.constraint, message, ask.tools)}
+    open_call = done.finish_reason == "length" and grammar.has_open_call(message, chat.manner.tool_format)
+    kept = grammar.is_kept(ask.constraint, message, ask.tools, open_call)
+    record: dict[str, Any] = {**ask.constraint.stored, "kept": kept}
     if turn.grammar:
         record |= {"sha256": grammar.grammar_hash(turn.grammar), "library": grammar.library(), "guided": list(done.guided)}
     return record

@@ -141,7 +141,10 @@ def _rewards(rewards: Any) -> dict[str, float] | None:
     by_name = rewards if isinstance(rewards, Mapping) else {REWARD: rewards}
     if len(by_name) > MAX_REWARDS:
         raise ValueError(f"an agent may return at most {MAX_REWARDS} rewards, not {len(by_name)}")
-    return {_name(name): _number(value) for name, value in by_name.items()}
+    return {
+        _name(name): _number(value, f"rewards.{name}" if isinstance(rewards, Mapping) else "")
+        for name, value in by_name.items()
+    }
 
 
 def _name(name: Any) -> str:
@@ -150,10 +153,13 @@ def _name(name: Any) -> str:
     return name.encode("utf-8", "replace").decode()
 
 
-def _number(value: Any) -> float:
+def _number(value: Any, field: str) -> float:
+    """Return a reward as a number. `field` is its name in the result; empty if the result is the reward."""
     item = getattr(value, "item", None)  # of numpy and torch
     value = item() if callable(item) and not isinstance(value, int | float) else value
     if not isinstance(value, int | float):
+        if field:
+            raise TypeError(f"{field} must be a number, not {type(value).__name__:.100}")
         raise TypeError(
             f"an agent must return None, a string, a number, a dict of numbers or an Answer, not {type(value).__name__:.100}"
         )

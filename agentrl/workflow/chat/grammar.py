@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from agentrl.workflow.call_json import dump_json
+from agentrl.workflow.chat.endless_schemas import is_endless
 from agentrl.workflow.errors import InfraError, ModelError
 from agentrl.workflow.tool_formats import Schema, ToolFormat
 from agentrl.workflow.trajectory import Message, ToolCall
@@ -41,6 +42,7 @@ CPU_SECONDS, MEMORY_BYTES, WALL_SECONDS = 2, 2**30, 30.0
 """The limits within which a grammar must compile. The largest schemas that were accepted from real clients take 0.1 s."""
 WHOLE_MASS = 1.0 - 1e-6
 """A token trains if the grammar left at least this share of its probability. Below it, the grammar chose, not the policy."""
+NO_TEXT = "No text satisfies the constraint."
 _PROBE = {"zq": 0}
 _COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _TEXT = r"/(.|\n)*/"
@@ -175,6 +177,19 @@ def turn_grammar(constraint: Constraint, tools: Sequence[Schema], chat: "Chat", 
     if len(grammar) > MAX_SCHEMA_CHARS:
         raise ModelError(f"The schemas have {len(grammar)} characters as a grammar, at most {MAX_SCHEMA_CHARS} are accepted.")
     return grammar
+
+
+def check_schemas(constraint: Constraint, tools: Sequence[Schema]) -> None:
+    """Raise GrammarError if no finite text satisfies one of the schemas that the constraint enforces. llguidance finds only
+    some of these schemas. The schemas are within `MAX_SCHEMA_CHARS`.
+    """
+    enforced = [json.loads(constraint.schema)] if constraint.schema else []
+    for tool in tools:
+        name = tool["function"]["name"]
+        if constraint.tool in (ANY_TOOL, name) or constraint.schema or name in constraint.strict:
+            enforced.append(tool["function"].get("parameters") or {})
+    if any(map(is_endless, enforced)):
+        raise GrammarError(NO_TEXT)
 
 
 def recorded_grammar(record: Mapping[str, Any], tools: Sequence[Schema], chat: "Chat", prompt_ids: Sequence[int]) -> str:
@@ -349,11 +364,7 @@ class GrammarCompiler:
         if not matcher.is_error():
             return matcher
         error = _first_line(matcher.get_error())
-        return (
-            "No text satisfies the constraint."
-            if error == "NoExtensionBias"
-            else f"The constraint cannot be compiled: {error}."
-        )
+        return NO_TEXT if error == "NoExtensionBias" else f"The constraint cannot be compiled: {error}."
 
 
 def _find_fault(grammar: str) -> str:
@@ -408,10 +419,12 @@ def with_wish(messages: Sequence[Message], constraint: Constraint) -> tuple[Mess
     return (Message("system", text), *messages)
 
 
-def is_kept(constraint: Constraint, message: Message, tools: Sequence[Schema]) -> bool:
+def is_kept(constraint: Constraint, message: Message, tools: Sequence[Schema], open_call: bool = False) -> bool:
     """Return True if a turn meets its client's requirement. Without llguidance, this checks that
-    the text is JSON, but not its schema.
+    the text is JSON, but not its schema. `open_call` says whether the turn was cut off within a call.
     """
+    if open_call and constraint.strict:
+        return False
     calls = [call for call in message.tool_calls if call.error is None]
     names = {call.name for call in calls}
     if constraint.tool and (not calls or (constraint.tool != ANY_TOOL and names != {constraint.tool})):
@@ -427,6 +440,12 @@ def is_kept(constraint: Constraint, message: Message, tools: Sequence[Schema]) -
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     strict_calls = [call for call in calls if call.name in constraint.strict]
     return not any(list(_missing_keys(schemas[call.name], dict(call.arguments))) for call in strict_calls)
+
+
+def has_open_call(message: Message, tool_format: ToolFormat) -> bool:
+    """Return True if a turn that was cut off ends within a call: its last call is unreadable, or its text begins one."""
+    last_failed = bool(message.tool_calls) and message.tool_calls[-1].error is not None
+    return last_failed or tool_format.begins.search(message.content) is not None
 
 
 def _missing_keys(schema: Mapping[str, Any], value: Any) -> Iterator[str]:

@@ -42,6 +42,7 @@ class Ask:
         constraint: what the client requires of the turn: a tool call, a JSON schema, at most one call.
         enforced: True if the sampler enforces the constraint; False if only the prompt asks the model for it.
         not_applied: the names of the request's fields that have no effect here or are not enforced.
+        prompt_field: the name of the request's field with the messages or the prompt.
         previous: the id of the request whose response this request continues by its id; empty without such a request.
         kept: values that are stored with the turn for a later request that continues the turn by its id.
         wire: values that only the dialect needs, to build the response.
@@ -66,6 +67,7 @@ class Ask:
     constraint: Constraint = NO_CONSTRAINT
     enforced: bool = False
     not_applied: tuple[str, ...] = ()
+    prompt_field: str = "messages"
     previous: str = ""
     kept: Mapping[str, Any] = field(default_factory=dict)
     wire: Mapping[str, Any] = field(default_factory=dict)
@@ -141,6 +143,12 @@ class RequestError(AgentRLError):
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
         self.kind = kind or _KINDS.get(status, "invalid_request_error")
+
+
+def too_long(max_tokens: int, tokens: int | str, name: str) -> RequestError:
+    """Return the error for a request whose field `name` has more than `max_tokens` tokens."""
+    message = f"This model's maximum context length is {max_tokens} tokens; {name}: it has {tokens} tokens."
+    return RequestError(400, message, code="context_length_exceeded", param=name)
 
 
 _KINDS = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}

@@ -29,7 +29,7 @@ from agentrl.workflow.dialects import (
     chat_completions,
     find_none,
 )
-from agentrl.workflow.dialects.fields import Fields, load_object
+from agentrl.workflow.dialects.fields import Fields, clean_tree, load_object
 from agentrl.workflow.dialects.reply_text import TurnText, call_id, count_thought, is_cut_off, readable_calls, sent_messages
 from agentrl.workflow.dialects.request_parts import (
     MAX_COUNT,
@@ -82,6 +82,9 @@ FIELD_NAMES = (
     ("one_call", "parallel_tool_calls"),
 )
 """The fields of the request for each part of a `Constraint`."""
+ECHOED = ("tool_choice", "parallel_tool_calls", "max_output_tokens")
+"""The fields that a response repeats, besides `metadata` and `tools`."""
+MAX_ECHO = 64 * 1024
 NAMESPACE_MARK = "__"
 INSTRUCTIONS = "instructions"
 """The key in `Ask.kept` for the number of characters of `instructions` at the start of the system message."""
@@ -93,12 +96,13 @@ Names = Mapping[str, tuple[str, str]]
 """For the functions in namespaces: the offered name -> the namespace and the name in it."""
 
 
-def read(body: bytes, recorded: Recorded = find_none) -> Ask:
+def read(body: bytes, recorded: Recorded = find_none, max_ids: int = 0) -> Ask:
     """Parse the request.
 
     Args:
         body: the body, as JSON.
         recorded: finds the responses that the request names by their ids.
+        max_ids: not used, because no prompt is a list of ids.
 
     Raises:
         RequestError: the request is invalid, or names an unknown response (status 400). The message names the field.
@@ -124,10 +128,29 @@ def read(body: bytes, recorded: Recorded = find_none) -> Ask:
         identity=identity_of(PATH, fields.values),
         constraint=_constraint(fields, tools) or NO_CONSTRAINT,
         not_applied=(*left_out, *list_not_applied(fields, HONOURED, USUAL)),
+        prompt_field="input",
         previous=previous or reader.referenced,
         kept={INSTRUCTIONS: len(instructions)} if instructions else {},
-        wire={"names": names, "encrypted": ENCRYPTED in include, "previous": fields.text("previous_response_id")},
+        wire={
+            **{"names": names, "encrypted": ENCRYPTED in include, "previous": fields.text("previous_response_id")},
+            "echo": _echo(fields),
+        },
     )
+
+
+def _echo(fields: Fields) -> dict[str, Any]:
+    """Return the values of the request that its response repeats. A value of more than `MAX_ECHO` characters is left out."""
+    tools = [_tool_echo(tool) for tool in fields.objects("tools", MAX_TOOLS)]
+    values = {name: fields.values.get(name) for name in ECHOED} | {"tools": tools}
+    values["metadata"] = dict(fields.object("metadata").values)
+    present = {name: value for name, value in values.items() if value is not None}
+    return {name: clean_tree(fields, name, value) for name, value in present.items() if len(json.dumps(value)) <= MAX_ECHO}
+
+
+def _tool_echo(tool: Fields) -> dict[str, Any]:
+    """Return a tool as a response repeats it. The API's types need each field of a function."""
+    defaults = {"parameters": None, "strict": False} if tool.values.get("type") == "function" else {}
+    return {**defaults, **tool.values}
 
 
 def _constraint(fields: Fields, tools: Sequence[Schema]) -> Constraint:
@@ -191,7 +214,7 @@ def _function(tool: Fields, namespace: str) -> Schema:
 def _messages(fields: Fields, previous: str, instructions: str, reader: "_InputReader") -> tuple[Message, ...]:
     """Return the complete conversation."""
     value = fields.values.get("input")
-    items = [Fields({"type": "message", "role": "user", "content": value})] if isinstance(value, str) else []
+    items = [Fields({"role": "user", "content": fields.text("input")})] if isinstance(value, str) else []
     items = items or list(fields.objects("input", MAX_MESSAGES))
     if not items:
         raise fields.error("input", "at least one item is needed")
@@ -394,7 +417,8 @@ def _response(ask: Ask, head: ReplyHead, status: str) -> dict[str, Any]:
         **{"parallel_tool_calls": True, "previous_response_id": ask.wire.get("previous") or None},
         **{"reasoning": {"effort": None, "summary": None}, "store": True, "temperature": ask.asked.get("temperature")},
         **{"text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_p": ask.asked.get("top_p")},
-        **{"truncation": "disabled", "usage": None},
+        **{"truncation": "disabled", "usage": None, "max_output_tokens": None},
+        **ask.wire.get("echo", {}),
     }
 
 
