@@ -58,7 +58,8 @@ def _conditions(schema: Any, root: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _required_properties(schema: Mapping[str, Any]) -> Iterator[Any]:
-    properties = schema.get("properties") if isinstance(schema.get("properties"), Mapping) else {}
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, Mapping) else {}
     others = None if schema.get("patternProperties") else schema.get("additionalProperties")
     for name in _list(schema, "required"):
         if isinstance(name, str):
