@@ -98,7 +98,7 @@ def serve(
         config, ref, of = _served_config(policy, name, options, chat, trust_remote_code)
         set_up_logging()
         with _database(no_record) as db:
-            how = Serving(key, idle_seconds, keep_days, records=not no_record, origins=origins)
+            how = Serving(key, idle_seconds, keep_days, not no_record, origins, upstream is not None)
             _serve(db, config, ref, of, listening, how)
 
 

@@ -64,7 +64,7 @@ def verify(episode: int, what: str, as_json: bool) -> int:
         show_lines(_report_lines(origin, what, reports, _verdict_line(origin, reports, same, verified)))
     tokens: TokensReport | None = reports.get(TOKENS)
     if tokens is not None:
-        _say_remark(tokens)
+        _say_remark(tokens, samples_here=not experiment.engine.at_url)
     if what == TOKENS and same and tokens and tokens.unverified and not tokens.steps:
         raise CheckpointError(
             f"No token of episode {episode} could be verified.",
@@ -73,10 +73,11 @@ def verify(episode: int, what: str, as_json: bool) -> int:
     return 0 if same else 1
 
 
-def _say_remark(report: "TokensReport") -> None:
+def _say_remark(report: "TokensReport", samples_here: bool) -> None:
+    """Say what was not verified. `samples_here` is False if another server sampled the tokens."""
     for sentence in report.unverified:
         say(f"NOT VERIFIED: {sentence}")
-    if report.precision == "float32" and (report.logprob or report.draw):
+    if samples_here and report.precision == "float32" and (report.logprob or report.draw):
         say("The check ran in float32, but a LoRA policy with dtype: auto samples in half precision on a GPU. Repeat it there.")
 
 

@@ -232,16 +232,114 @@ def test_serve_upstream_records_tokens_and_no_secret(world_model: Path, tmp_path
             for number, lie in enumerate(lies):
                 routes.instead["/v1/completions"] = lie
                 answer = made.post(X_Agentrl_Episode=f"lie-{number}")
-                assert answer.status_code >= 400
+                assert answer.status_code == 502
                 assert key not in answer.text
             del routes.instead["/v1/completions"]
             assert made.post(X_Agentrl_Episode="truth").status_code == 200
-            assert made.rows("SELECT max(length(error)) < 1000 FROM episodes") == [(1,)]
+            assert made.rows("SELECT count(*) FROM episodes WHERE finished_at IS NOT NULL OR error <> ''") == [(0,)]
             made.end()
         stored = (tmp_path / "home" / "agentrl.db").read_bytes() + (tmp_path / "home.log").read_bytes()
         assert b"[the key]" in stored
         assert key.encode() not in stored
         assert b"the-clients-own" not in stored + json.dumps(routes.bodies).encode()
+
+
+NAN = float("nan")
+BAD_RESPONSES: dict[str, tuple[tuple[int, Any], str]] = {
+    "page": ((200, "<html>a portal</html>" * 100), "not an object"),
+    "error": ((500, "<html>out of order</html>" * 100), "failed: 500"),
+    "key": ((401, "who are you?"), "refuses the API key (401)"),
+    "redirect": ((302, "elsewhere"), "refused /v1/completions: 302"),
+    "no_choice": ((200, {"model": "MODEL", "choices": []}), "cannot read: choices"),
+    "model": ((200, {"model": "another", "choices": [{"token_ids": [7]}]}), "'another' answered"),
+    "token": (
+        (200, {"model": "MODEL", "choices": [{"token_ids": [999999], "finish_reason": "stop"}]}),
+        "the token 999999, but",
+    ),
+    "no_token": ((200, {"model": "MODEL", "choices": [{"finish_reason": "stop"}]}), "does not return token ids"),
+    "positive": (
+        (
+            200,
+            {"model": "MODEL", "choices": [{"token_ids": [7], "logprobs": {"token_logprobs": [1.5]}, "finish_reason": "stop"}]},
+        ),
+        "the logprob 1.5",
+    ),
+    "nan": (
+        (
+            200,
+            {"model": "MODEL", "choices": [{"token_ids": [7], "logprobs": {"token_logprobs": [NAN]}, "finish_reason": "stop"}]},
+        ),
+        "not finite",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def upstream(world_model: Path, module_folder: Path) -> Iterator[tuple[Any, Served]]:
+    """A server that serves with an upstream, and the upstream's routes."""
+    with served_model(world_model) as (routes, url), serving(world_model, module_folder / "up", "--upstream", url) as made:
+        yield routes, made
+
+
+@pytest.mark.parametrize("kind", BAD_RESPONSES)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models"])
+def test_serve_client_gets_error_of_bad_upstream(upstream: tuple[Any, Served], kind: str, path: str) -> None:
+    routes, made = upstream
+    (status, response), reason = BAD_RESPONSES[kind]
+    model = routes.name
+    bad = (
+        {**response, "model": model if response["model"] == "MODEL" else "another"} if isinstance(response, dict) else response
+    )
+    if path == "/v1/models":
+        if isinstance(bad, dict):
+            bad, reason = {"data": [{"id": "another"}]}, ""
+        routes.instead["/v1/completions"] = (503, "")  # the upstream is greeted again after it was not ready
+        reason = reason.replace("/v1/completions", path)
+        with pytest.raises(httpx2.ReadTimeout):
+            httpx2.post(f"{made.url}/v1/chat/completions", content=json.dumps({"messages": QUESTION}), timeout=0.5)
+        del routes.instead["/v1/completions"]
+    routes.instead[path] = (status, bad)
+    log = made.home.parent / f"{made.home.name}.log"
+    try:
+        answer = made.post()
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], reason in error["message"]) == (502, "upstream_failed", True), error
+        assert len(error["message"]) <= 500
+        for client in CLIENTS:
+            body = {"messages": QUESTION, "input": "Hello", "stream": True, "model": "any", "max_tokens": 8}
+            body = {name: value for name, value in body.items() if name in client_fields(client)}
+            stream = made.post(client.path, body)  # httpx2 raises if the stream is cut off
+            assert (stream.status_code, reason in stream.text, "error" in stream.text) == (200, True, True), stream.text
+    finally:
+        del routes.instead[path]
+    assert made.post().status_code == 200
+    assert made.rows("SELECT count(*) FROM episodes WHERE finished_at IS NOT NULL OR error <> ''") == [(0,)]
+    assert "Traceback" not in log.read_text()
+
+
+def client_fields(client: DialectClient) -> set[str]:
+    names = {"stream", "model", "input"} if client.path == "/v1/responses" else {"stream", "model", "messages"}
+    return names | ({"max_tokens"} if client is MESSAGES else set())
+
+
+@pytest.mark.parametrize("kind", ["gone", "page"])
+def test_serve_says_that_upstream_does_not_answer(world_model: Path, tmp_path: Path, kind: str) -> None:
+    with kept_port() as port, served_model(world_model, port if kind == "page" else 0) as (routes, _):
+        routes.instead["/v1/models"] = (502, "<html>Bad gateway</html>" * 100)
+        with serving(world_model, tmp_path / "home", "--upstream", f"http://127.0.0.1:{port}") as made:
+            answer = made.post()
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (503, "no_holder")
+            assert ("is not ready: 502" if kind == "page" else "does not answer") in error["message"]
+            assert "worker" not in error["message"]
+            assert len(error["message"]) < 700
+            made.end()
+    log = (tmp_path / "home.log").read_text()
+    lines = [line for line in log.splitlines() if "engine's server" in line]
+    assert 1 <= len(lines) <= 3, log
+    assert log.count("Bad gateway") <= 10 * len(lines)
+    assert "AGENTRL_ENGINE_URL" not in log + error["message"]
+    assert ("correct --upstream" in log) == (kind == "gone")
 
 
 def test_serve_records_upstream_that_returns_only_text(world_model: Path, tmp_path: Path) -> None:

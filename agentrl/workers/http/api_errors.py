@@ -112,9 +112,13 @@ def too_many(what: str) -> ApiError:
     return ApiError(429, f"{what}. Wait until some of them have ended.", "too_many_requests", "rate_limit_error", retry_after=1)
 
 
-def no_holder(seconds: float) -> ApiError:
-    """Return the error for an episode that no worker has held for `seconds`."""
+def no_holder(seconds: float, is_local: bool = False, reason: str = "") -> ApiError:
+    """Return the error for an episode that no worker has held for `seconds`. If `is_local`, only this process can hold it;
+    `reason` says why it cannot, and is empty if that is unknown.
+    """
     message = f"No rollout worker has served this episode for {seconds:g} s. Send the call again."
+    if is_local:
+        message = f"This episode could not be served for {seconds:g} s. {reason} Send the call again.".replace("  ", " ")
     return ApiError(503, message, "no_holder", "server_error", retry_after=5)
 
 

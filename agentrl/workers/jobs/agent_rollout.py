@@ -34,7 +34,7 @@ from agentrl.workflow.dialects import Ask, RecordedResponse, RequestError, too_l
 from agentrl.workflow.dialects.client_sampling import key_asked, limits_asked, with_stop
 from agentrl.workflow.dialects.reply_text import parse_turn
 from agentrl.workflow.engines import Backend, Completion, Engine, GenerateRequest
-from agentrl.workflow.errors import ConfigError, ModelError
+from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, ModelError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
 from agentrl.workflow.inference.prompt_draft import Draft
@@ -71,6 +71,8 @@ TIMEOUT = "timeout"
 """The error class of an agent that exceeded its time limit."""
 MAX_OPEN = 64
 """The most open requests of an episode. Further requests get status 429, which tells clients to retry."""
+MAX_ERROR = 500
+"""The most characters of the error that a client gets if the engine's server failed."""
 ANOTHER_CHOICE = "another choice of one request"
 RECORDED, TEXT = "recorded", "text"
 """The key and the value in `steps.asked` of a turn whose server returned only its text. Its tokens are not the sampled ones."""
@@ -425,7 +427,9 @@ class AgentRollout:
     # commits
 
     def _commit(self, over: Sequence[AgentTurn]) -> None:
-        """Commit sampled turns, then send the responses."""
+        """Commit sampled turns, then send the responses. If a server returned no valid turn for a served client, only the
+        requests for this turn fail; the episode continues.
+        """
         fresh = [turn for turn in dict.fromkeys(over) if turn in self._open_turns(turn.call.episode)]
         records: dict[AgentTurn, list[StepRecord]] = {}
         for turn in fresh:
@@ -433,6 +437,12 @@ class AgentRollout:
                 records[turn] = self.records.of(turn, self._conversations[turn.call.episode])
             except GrammarError as error:
                 turn.refuse(_constraint_error(turn.ask.constraint, error))
+                self._close_turn(turn)
+            except (ModelError, InfraError, ConfigError) as error:
+                if not (self.sampling.is_clients and self.experiment.engine.at_url):
+                    raise
+                log.warning("a call of episode %d failed: %s", turn.call.episode, error)
+                turn.refuse(_upstream_error(error))
                 self._close_turn(turn)
         if not records:
             return
@@ -855,6 +865,11 @@ def _constraint_error(constraint: Constraint, error: ModelError) -> RequestError
     """Return the error for a request whose constraint cannot be enforced."""
     names = constraint.field_names
     return RequestError(400, f"{', '.join(names)}: {error.message}", "invalid_constraint", names[0])
+
+
+def _upstream_error(error: AgentRLError) -> RequestError:
+    """Return the error for a request whose turn the engine's server did not sample correctly."""
+    return RequestError(502, f"{error.message:.{MAX_ERROR}}", "upstream_failed", kind="server_error")
 
 
 def _constraint_record(turn: AgentTurn, done: Completion, message: Message, chat: Chat) -> dict[str, Any]:

@@ -20,7 +20,16 @@ from agentrl.workers.jobs.sampling_server import SamplingServer
 from agentrl.workers.stack.heartbeat import Heartbeat
 from agentrl.workflow import engines
 from agentrl.workflow.agents.keys import key_hash, new_emit_key, sampling_key
-from agentrl.workflow.errors import DeviceLost, Fenced, ServiceError, StateError
+from agentrl.workflow.errors import (
+    AgentRLError,
+    ConfigError,
+    DeviceLost,
+    Fenced,
+    InfraError,
+    ModelError,
+    ServiceError,
+    StateError,
+)
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.inference.open_policy import OpenPolicy
 from agentrl.workflow.settings import settings
@@ -34,6 +43,12 @@ from agentrl.workflow.store.served_runs import ServedEpisode, ServedRun
 log = getLogger("agentrl.serve")
 FORGET_SECONDS = 3600.0
 """The time between two searches for episodes whose retention time is over, in seconds."""
+REPEAT_SECONDS = 30.0
+"""The time after which a warning with an unchanged reason is logged again, in seconds."""
+RECENT_SECONDS = 30.0
+"""The time for which `recent_failure` returns a failure, in seconds."""
+MAX_REASON = 500
+"""The most characters of a failure's reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +105,7 @@ class ServedEpisodes:
         policy: the policy that samples.
         server: the server that receives the forwarded requests.
         forgets: True if episodes are deleted when they end.
+        has_upstream: True if the user named the server that samples by `--upstream`.
     """
 
     db: Database
@@ -98,6 +114,7 @@ class ServedEpisodes:
     policy: OpenPolicy
     server: SamplingServer
     forgets: bool = False
+    has_upstream: bool = False
     lost: threading.Event = field(default_factory=threading.Event)
     """The event that is set when this process must stop serving, because the run is over (for example by `agentrl cancel`) or
     the device is lost.
@@ -118,6 +135,9 @@ class ServedEpisodes:
     _lost_groups: set[Fence] = field(default_factory=set)
     _lost_runs: Set[int] = frozenset()
     _closing: threading.Event = field(default_factory=threading.Event)
+    _failure: tuple[str, float] = ("", 0.0)
+    """The last ServiceError's text, and when it occurred, on the monotonic clock."""
+    _logged_at: float = 0.0
 
     def __post_init__(self) -> None:
         self._heartbeat = Heartbeat(self.db, settings().lease_seconds)
@@ -151,6 +171,13 @@ class ServedEpisodes:
         self._closing.set()
         self._wake()
         self._thread.join()
+
+    def recent_failure(self) -> str:
+        """Return why episodes cannot be served now: the last error of the database or of the server that samples; empty if
+        there was none in the last `RECENT_SECONDS`. Thread-safe.
+        """
+        reason, failed_at = self._failure
+        return reason if reason and time.monotonic() - failed_at < RECENT_SECONDS else ""
 
     # in the thread
 
@@ -221,7 +248,7 @@ class ServedEpisodes:
         try:
             self._take_up(opened)
         except ServiceError as error:
-            log.warning("%s", error)  # it is taken up once the database is back; its calls wait, or come again
+            self._warn(error)  # the episode is taken up once the service is back; its calls wait, or come again
         if opened.id not in self._opened:
             raise StateError(f"{self.run.name} is over.", "Start another: agentrl serve")
         return OpenEpisode(opened, emit_key)
@@ -239,13 +266,26 @@ class ServedEpisodes:
         policy = self.policy
         rollout = AgentRollout(
             *(self.db, work, self.experiment, policy.engine, policy.chat.at(work.clock), self._inbox, self._lost_groups),
-            max_context=engines.window(policy.engine, policy.policy.max_context),
+            max_context=self._window(),
             server=self.server,
             served=_Clients(self.db, work.fence),
         )
         self._rollouts[opened.group] = rollout
         self._heartbeat.hold_group(work.fence, partial(self._lost_groups.add, work.fence))
         self._guard(rollout, rollout.start)
+
+    def _window(self) -> int:
+        """Return the most tokens of prompt and response together. If the server that samples cannot be used, return the
+        policy's: the next turn then fails with the server's error.
+
+        Raises:
+            ServiceError: the server does not respond.
+        """
+        max_context = self.policy.policy.max_context
+        try:
+            return engines.window(self.policy.engine, max_context)
+        except (ModelError, InfraError, ConfigError):
+            return max_context
 
     def _end(self, episode: int, end: AgentEnd) -> None:
         opened = self._opened.get(episode)
@@ -273,7 +313,7 @@ class ServedEpisodes:
             log.info("%s", error)
             rollout.lose()
         except ServiceError as error:
-            log.warning("%s", error)
+            self._warn(error)
             self._set_aside(rollout)
             return
         except DeviceLost as error:
@@ -282,7 +322,10 @@ class ServedEpisodes:
             self._set_aside(rollout)
             return
         except Exception as error:
-            log.exception("group %d failed", fence.group)
+            if isinstance(error, AgentRLError):
+                log.warning("group %d failed: %s", fence.group, error)
+            else:
+                log.exception("group %d failed", fence.group)
             rollout.lose()
             if not self._try(partial(rollout_claims.fail_attempt, self.db, fence, type(error).__name__, str(error), 1)):
                 self._set_aside(rollout)
@@ -325,12 +368,22 @@ class ServedEpisodes:
         try:
             act()
         except ServiceError as error:
-            log.warning("%s", error)
+            self._warn(error)
             return False
         except Exception:
             log.exception("serving the episodes of %s continues after an error", self.run.name)
             return False
         return True
+
+    def _warn(self, error: ServiceError) -> None:
+        """Log that a service does not answer: once for each change of the reason, and again after `REPEAT_SECONDS`."""
+        reason, now = f"{error!s:.{MAX_REASON}}", time.monotonic()
+        if self.has_upstream:
+            reason = reason.replace("AGENTRL_ENGINE_URL", "--upstream")
+        if reason != self._failure[0] or now - self._logged_at > REPEAT_SECONDS:
+            log.warning("%s", reason)
+            self._logged_at = now
+        self._failure = (reason, now)
 
     # orders
 

@@ -30,6 +30,7 @@ class Serving:
         idle_seconds: the time without a request, in seconds, after which an episode ends.
         keep_days: the number of days for which episodes are kept; None for ever.
         origins: the origins of web pages that may read responses.
+        has_upstream: True if the user named the server that samples by `--upstream`.
     """
 
     key: str = ""
@@ -37,6 +38,7 @@ class Serving:
     keep_days: float | None = None
     records: bool = True
     origins: frozenset[str] = frozenset()
+    has_upstream: bool = False
 
     @property
     def forgets(self) -> bool:

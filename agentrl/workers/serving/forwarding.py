@@ -70,14 +70,15 @@ class _CannotContinue(Exception):
 class Samplers:
     """The connections to the workers that sample: over HTTP, or by a function if the sampler is in this process."""
 
-    def __init__(self, local: Sample | None = None) -> None:
+    def __init__(self, local: Sample | None = None, find_failure: Callable[[], str] = str) -> None:
         """Prepare the connections.
 
         Args:
             local: the function that samples in this process for all requests; it raises RequestError before it responds. None:
                 requests are sent over HTTP to the worker's address.
+            find_failure: the function that returns why this process cannot sample now; empty if the reason is unknown.
         """
-        self.local = local
+        self.local, self.find_failure = local, find_failure
         self._transport: httpx2.AsyncHTTPTransport | None = None
 
     @asynccontextmanager
@@ -178,7 +179,8 @@ class Forwarding:
                     if time.monotonic() - began > STEADY_SECONDS:
                         waiting_since, pause = time.monotonic(), 0.0
             if time.monotonic() - waiting_since > self._wait:
-                raise api_errors.no_holder(self._wait)
+                local = self._samplers.local is not None
+                raise api_errors.no_holder(self._wait, local, self._samplers.find_failure())
             pause = min(MAX_PAUSE, max(FIRST_PAUSE, 1.5 * pause))
             await asyncio.sleep(min(pause, self._wait))
             if time.monotonic() - self._heard_at > self._quiet:
@@ -224,7 +226,7 @@ class Forwarding:
             if error.status == NOT_HELD:
                 raise _NotHeld from None
             if self._begun:
-                raise Broken(error.code) from None
+                raise
             await self._take_head(error.status, [(b"content-type", b"application/json"), *api_errors.headers_of(error)])
             await self._take_piece(api_errors.error_json(error, self._request.path), False)
 
@@ -296,12 +298,12 @@ class Forwarding:
             await self._write_client(COMMENT, True)
 
     async def _break_off(self, error: RequestError) -> None:
-        """Send a streaming client the error that ends its response. The caller then closes the connection."""
+        """Send a streaming client the error, and end its response. The caller closes the connection of another client."""
         if self._is_stream:
             dialect = dialect_of(self._request.path)
             document = error.document if isinstance(error, _WorkerError) else None
             event = dialect.error_event(document or dialect.error_body(error))
-            await self._write_client((b"" if self._at_line_start else b"\n\n") + event, True)
+            await self._write_client((b"" if self._at_line_start else b"\n\n") + event, False)
 
 
 async def _read_short(response: httpx2.Response) -> None:

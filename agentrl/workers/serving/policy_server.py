@@ -67,7 +67,7 @@ def serve_policy(
     """
     train_commits.confirm_base(db, run.id, policy.policy.base_hash, base_hashes(policy.policy))
     sampler = SamplingServer("this process", lambda: db)
-    episodes = ServedEpisodes(db, run, experiment, policy, sampler, forgets=how.forgets)
+    episodes = ServedEpisodes(db, run, experiment, policy, sampler, how.forgets, how.has_upstream)
     assert experiment.config.agent is not None
     clients = ServedClients(episodes, run.name, how.key, how.idle_seconds, experiment.config.agent.max_calls, how.origins)
     raise_file_limit()
@@ -89,7 +89,9 @@ async def _serve(
 ) -> None:
     max_calls = settings().endpoint_calls
     limits = EndpointLimits(open_calls=max_calls, open_per_attempt=max_calls, wait_seconds=WAIT_SECONDS)
-    app = Endpoint(AttemptKeys(partial(endpoint_reads.find_places, db)), limits, clients, Samplers(sampler.answer))
+    app = Endpoint(
+        AttemptKeys(partial(endpoint_reads.find_places, db)), limits, clients, Samplers(sampler.answer, episodes.recent_failure)
+    )
     server = make_server(app)
 
     async def watch() -> None:

@@ -42,6 +42,9 @@ HIDDEN = "[the key]"
 SECRET_CHARS = 12
 """The fewest characters of a key that is hidden in every response, not only in errors."""
 
+QUOTED_CHARS = 200
+"""The most characters of a response that an error quotes."""
+
 _UNAVAILABLE_STATUSES = (429, 502, 503, 504)
 """The HTTP statuses of a server, or of a proxy in front of it, that is temporarily unavailable."""
 
@@ -50,7 +53,7 @@ class RequestRefused(ModelError):
     """A server refused a request. `reason` is the text of its response, `status` the HTTP status."""
 
     def __init__(self, url: str, path: str, status: int, reason: str) -> None:
-        super().__init__(f"The server at {url} refused {path}: {status} {reason:.300}")
+        super().__init__(f"The server at {url} refused {path}: {status} {reason:.{QUOTED_CHARS}}")
         self.status = status
         self.reason = reason
 
@@ -129,11 +132,11 @@ class Connection:
         text = " ".join(answer.decode(errors="replace").split())
         text = text.replace(self._key, HIDDEN) if self._key else text
         if status in _UNAVAILABLE_STATUSES:
-            raise ServiceError(f"The {self._who}'s server at {self.url} is not ready: {status} {text:.300}")
+            raise ServiceError(f"The {self._who}'s server at {self.url} is not ready: {status} {text:.{QUOTED_CHARS}}")
         if status in (401, 403):
             raise ConfigError(f"The server at {self.url} refuses the API key ({status}).", f"Set {self._variable}_KEY.")
         if status >= 500:
-            raise InfraError(f"The server at {self.url} failed: {status} {text:.300}")
+            raise InfraError(f"The server at {self.url} failed: {status} {text:.{QUOTED_CHARS}}")
         raise RequestRefused(self.url, path, status, text)
 
     def _without_key(self, answer: bytes) -> bytes:
