@@ -59,15 +59,15 @@ def _find_url() -> str:
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.endpoint_reads import some_run_has_agent
 
-    database, deadline, is_told = existing_database(), time.monotonic() + ENDPOINT_SECONDS, False
+    database, deadline, is_announced = existing_database(), time.monotonic() + ENDPOINT_SECONDS, False
     while database is not None:
         if url := find_endpoint_url(database):
             return url
         is_starting = embedded.find_supervisor(settings()) is not None and some_run_has_agent(database)
         if not is_starting or time.monotonic() > deadline:
             break
-        if not is_told:
+        if not is_announced:
             say("The endpoint is starting.")
-            is_told = True
+            is_announced = True
         time.sleep(0.2)
     raise ServiceError("No endpoint runs for this data folder.", "Submit a run with --agent external, or write --url URL.")

@@ -226,7 +226,7 @@ def test_poll_says_why_its_program_was_ended(own_database: Database) -> None:
         wait_for(lambda: value(there.db, "SELECT status FROM agent_attempts") == "running")
         write(there.db, "UPDATE agent_attempts SET status = 'lost', error_class = 'lost' WHERE status = 'running'")
         polling.join(60)
-    assert lines == ["first train/0: its attempt was ended by its time limit, or taken over after its lease"]
+    assert lines == ["first train/0: the attempt reached its time limit, or was taken over after its lease expired"]
 
 
 def test_released_task_is_given_out_again(own_database: Database) -> None:

@@ -85,7 +85,7 @@ class PolledTask(BaseModel):
     emit_key: str
 
 
-TASK_OVER = "its attempt was ended by its time limit, or taken over after its lease"
+TASK_OVER = "the attempt reached its time limit, or was taken over after its lease expired"
 
 
 class TaskOver(Exception):

@@ -118,7 +118,8 @@ def no_holder(seconds: float, is_local: bool = False, reason: str = "") -> ApiEr
     """
     message = f"No rollout worker has served this episode for {seconds:g} s. Send the call again."
     if is_local:
-        message = f"This episode could not be served for {seconds:g} s. {reason} Send the call again.".replace("  ", " ")
+        parts = (f"This episode could not be served for {seconds:g} s", reason.rstrip("."), "Send the call again")
+        message = " ".join(f"{part}." for part in parts if part)
     return ApiError(503, message, "no_holder", "server_error", retry_after=5)
 
 

@@ -166,7 +166,7 @@ class JoinedHost:
 
 @dataclass(frozen=True)
 class HostMeeting:
-    """The other hosts that a run needs. Two meetings are equal if the hosts of one suit the other.
+    """The other hosts that a run needs. Equal meetings can use the same hosts.
 
     Args:
         hosts: `update.hosts`; this host is one of them.
@@ -195,7 +195,7 @@ class HostMeeting:
             try:
                 return _Reception(server, token, device, self.hosts).receive(self.fenced)
             finally:
-                with suppress(ServiceError):  # its time ends, too
+                with suppress(ServiceError):  # the row also expires
                     close_meeting(self.database, token)
 
 
@@ -229,7 +229,7 @@ class _Reception:
         try:
             while len(chosen) < self.hosts - 1:
                 if fenced.is_set():
-                    raise Fenced("The wait for other hosts was stopped: another worker has taken over its claim.")
+                    raise Fenced("The wait for other hosts was stopped: another worker has taken over the claim.")
                 if time.monotonic() - began > MEETING_SECONDS:
                     raise self._missing_error(len(chosen))
                 self._serve_once()

@@ -25,12 +25,12 @@ UNLIMITED = timedelta(days=30)
 rank, and then kills all ranks.
 """
 JOIN_SECONDS = 120.0
-"""How long a rank may take to connect to the ranks of other hosts, in seconds. A firewall may drop what it sends."""
+"""How long a rank may take to connect to the ranks of other hosts, in seconds. Without a limit, a firewall
+that drops packets would block it for ever.
+"""
 
 IDLE_SECONDS = 600.0
-"""The time without a command after which a rank on another host than the train worker ends, so that its host can join another
-train worker.
-"""
+"""The seconds without a command after which a rank on another host ends, so that its host can join another train worker."""
 
 
 class RankReplies:

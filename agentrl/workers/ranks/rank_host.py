@@ -77,7 +77,7 @@ def _join(meeting: RankMeeting, stopping: threading.Event) -> bool:
         except (OSError, EOFError):
             return False
         processes = [start_rank(place, link.fileno(), interfaces) for place, link in zip(places, links, strict=True)]
-    log.info("lends %s to the train worker at %s", ", ".join(devices), meeting.address)
+    log.info("lending %s to the train worker at %s", ", ".join(devices), meeting.address)
     _wait_for_end(processes, stopping)
     log.info("the ranks of the train worker at %s have ended", meeting.address)
     return True

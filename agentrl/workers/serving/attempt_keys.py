@@ -17,10 +17,10 @@ from agentrl.workflow.store.endpoint_reads import AttemptLocation
 
 log = getLogger("agentrl.endpoint")
 KNOWN_SECONDS = 5.0
-"""The lifetime of a cached answer, in seconds. An outdated answer stores nothing: a worker that no longer holds the episode
+"""The lifetime of a cached answer, in seconds. An outdated answer does no harm: a worker that no longer holds the episode
 responds with status 421, and the database is queried again. A worker that still holds the episode cannot commit a turn of an
-attempt that has ended (`store.steps.commit_calls`), and refuses it with status 409. The endpoint that ends an attempt itself
-forgets the answer at once (`AttemptKeys.forget`).
+attempt that has ended (`store.steps.commit_calls`), and refuses it with status 409. When this endpoint ends an
+attempt, it drops the answer at once (`AttemptKeys.forget`).
 """
 MAX_KNOWN = 4096
 MAX_KEY_CHARS = 256

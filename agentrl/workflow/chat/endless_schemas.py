@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 
 def is_endless(schema: Mapping[str, Any]) -> bool:
-    """Return True if every value of the schema would need a deeper value of the same part, so that none is finite.
+    """Return True if no finite value satisfies the schema.
 
     The time is linear in the size of the schema. A keyword that is unknown here never makes a schema endless.
     """

@@ -148,7 +148,7 @@ def _echo(fields: Fields) -> dict[str, Any]:
 
 
 def _tool_echo(tool: Fields) -> dict[str, Any]:
-    """Return a tool as a response repeats it. The API's types need each field of a function."""
+    """Return a tool as a response repeats it. The SDK's types require every field of a function."""
     defaults = {"parameters": None, "strict": False} if tool.values.get("type") == "function" else {}
     return {**defaults, **tool.values}
 

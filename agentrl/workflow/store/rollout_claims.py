@@ -49,8 +49,7 @@ class HeldEpisodes:
     """The episodes of a claimed group: the number of the current attempt and the number of steps of each, by episode id; the
     group's id, and the run's name.
 
-    `prompt_steps` has the step whose prompt the first steps of the group share: its id by the hash of its prompt. It is empty
-    until the first of them is stored.
+    `prompt_steps` maps the hash of the shared prompt to the id of the step that stores it. It is empty before that.
     """
 
     group: int

@@ -22,7 +22,7 @@ LAST_COMMITS = {1: "1db31d1", 2: "1db31d1", 3: "e1be674", 4: "2287f9b", 5: "d799
 def supports_format(run: str, number: int) -> bool:
     """Return whether this agentrl can work on a run of this format. If not, log a warning, once per run and process.
 
-    A worker that was started before an upgrade of agentrl, or that joins with another version, so leaves the run to the others.
+    So a worker that was started before an upgrade, or with another version, leaves the run to the others.
     """
     if number != RUN_FORMAT:
         message = (

@@ -125,8 +125,8 @@ _StepRows = tuple[dict[str, Any], dict[str, Any]]
 
 
 def _share_prompts(tx: Connection, rows: Sequence[_StepRows], held: HeldEpisodes) -> list[_StepRows]:
-    """Remove the prompts that another step of the group has, so that they are stored once. If the group has no first step yet,
-    write the one in `rows` whose prompt later ones share. Return the rows that are not written.
+    """Replace each prompt that the group already stores by a reference to its step. If the group stores none yet, insert its
+    first step now, because later rows need its id. Return the rows that are still to be inserted.
     """
     unwritten = []
     for step, tokens in rows:

@@ -271,7 +271,7 @@ iteration_groups = Table(
 """The stored groups on which an iteration trains, in a run that samples no groups itself."""
 
 IS_FORK = text("parent_id IS NOT NULL")
-"""The condition of the episodes in the index of forks: few episodes are forks."""
+"""The condition of the partial index of forks. Few episodes are forks."""
 episodes = Table(
     "episodes",
     metadata,
