@@ -242,6 +242,16 @@ def test_responses_repeat_fields_of_the_request(chat: Chat) -> None:
     assert (large["parallel_tool_calls"], large["max_output_tokens"]) == (True, None)
 
 
+def test_responses_repeat_no_hosted_tool(chat: Chat) -> None:
+    """Its headers may contain credentials."""
+    hosted = {"type": "mcp", "server_label": "s", "server_url": "https://s", "headers": {"authorization": "Bearer SECRET"}}
+    function = {"type": "function", "name": "f", "parameters": SCHEMA}
+    ask = Responses.ask(tools=[hosted, function])
+    reply = responses.whole(ask, [turn_of(chat, ask, "Hello.")], HEAD, chat)
+    assert [tool["name"] for tool in reply["tools"]] == ["f"]
+    assert "SECRET" not in json.dumps(reply)
+
+
 def test_responses_read_encrypted_thought(chat: Chat) -> None:
     ask = Responses.ask(include=["reasoning.encrypted_content"])
     reply = responses.whole(ask, [turn_of(chat, ask, "<think>hm</think>Yes")], HEAD, chat)

@@ -113,6 +113,7 @@ def test_agent_step_is_refused_after_agent_has_ended(database: Database, end: st
     refused, accepted = commit(database, work, answer(work, "b", turn(parent=0)), other)
     assert refused is None
     assert accepted is not None
+    assert commit(database, work, answer(work, "a", turn())) == [first]  # repeated because the reply of the commit was lost
     assert stored(database, work) == (first,)
 
 

@@ -451,7 +451,7 @@ class AgentRollout:
         faultpoint("agent_call.committed")
         for turn, turn_records in records.items():
             stored = [step for step in islice(steps, len(turn_records)) if step is not None]
-            if stored:
+            if stored or not turn_records:
                 self._release_turn(turn, turn_records, stored)
             else:  # its agent has ended meanwhile
                 turn.refuse(_attempt_over())
@@ -880,8 +880,8 @@ def _constraint_record(turn: AgentTurn, done: Completion, message: Message, chat
     if not ask.constraint:
         return {}
     open_call = done.finish_reason == "length" and grammar.has_open_call(message, chat.manner.tool_format)
-    kept = grammar.is_kept(ask.constraint, message, ask.tools, open_call)
-    record: dict[str, Any] = {**ask.constraint.stored, "kept": kept}
+    is_kept = grammar.is_kept(ask.constraint, message, ask.tools, open_call)
+    record: dict[str, Any] = {**ask.constraint.stored, "kept": is_kept}
     if turn.grammar:
         record |= {"sha256": grammar.grammar_hash(turn.grammar), "library": grammar.library(), "guided": list(done.guided)}
     return record

@@ -165,7 +165,7 @@ class SamplingServer:
 
         Raises:
             RequestError: the request is refused; with status 421, this process does not hold the episode. If the response has
-                begun, the caller must cut it off, so that the request is sent again.
+                begun, the caller ends it with the error, or sends the request again (status 421).
             ServiceError: the database does not answer.
         """
         if request.path == ANNOTATIONS:

@@ -122,7 +122,7 @@ class RankOffer:
         error: why the host cannot take part; empty if it can.
     """
 
-    token: str
+    token: str = field(repr=False)
     agentrl: str
     torch: str
     host: str

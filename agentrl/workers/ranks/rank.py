@@ -97,9 +97,11 @@ def main(rank: int, count: int, here: int, device: str, store: str, descriptor: 
         replies.send({"error": encode_error(error)})
         return
     timer.cancel()
-    idle = IDLE_SECONDS if link.family != socket.AF_UNIX else None
+    arrivals = select.poll()
+    arrivals.register(link, select.POLLIN)
+    idle_ms = IDLE_SECONDS * 1000 if link.family != socket.AF_UNIX else None
     with link.makefile("rb") as commands:
-        while select.select([link], [], [], idle)[0] and (command := read_command(commands)) is not None:
+        while arrivals.poll(idle_ms) and (command := read_command(commands)) is not None:
             try:
                 result = server.run(command)
             except Exception as error:  # noqa: BLE001 - the worker reports it, and ends this process

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from logging import getLogger
 from types import FrameType
@@ -174,7 +175,7 @@ def _run_ranks() -> None:
 
 
 def _run_without_queue(name: str, work: Callable[[], None]) -> None:
-    """Run `work` until `stopping` is set, which SIGTERM and SIGINT do."""
+    """Run `work` until `stopping` is set, which SIGTERM and SIGINT do. Raise what `work` raises."""
     from agentrl.workers.stack.process import database, stopping
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -183,9 +184,9 @@ def _run_without_queue(name: str, work: Callable[[], None]) -> None:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     database()
-    working = threading.Thread(target=work, name=name)
-    working.start()  # in a thread: a signal might interrupt this one while it holds the lock that `stop` needs
-    working.join()
+    # In a thread, because a signal might interrupt this one while it holds the lock that `stop` needs.
+    with ThreadPoolExecutor(1, name) as threads:
+        threads.submit(work).result()
 
 
 def _run_queues(roles: list[str], concurrency: int) -> None:

@@ -84,6 +84,7 @@ FIELD_NAMES = (
 """The fields of the request for each part of a `Constraint`."""
 ECHOED = ("tool_choice", "parallel_tool_calls", "max_output_tokens")
 """The fields that a response repeats, besides `metadata` and `tools`."""
+OFFERED_TOOLS = ("function", "namespace")
 MAX_ECHO = 64 * 1024
 NAMESPACE_MARK = "__"
 INSTRUCTIONS = "instructions"
@@ -139,8 +140,11 @@ def read(body: bytes, recorded: Recorded = find_none, max_ids: int = 0) -> Ask:
 
 
 def _echo(fields: Fields) -> dict[str, Any]:
-    """Return the values of the request that its response repeats. A value of more than `MAX_ECHO` characters is left out."""
-    tools = [_tool_echo(tool) for tool in fields.objects("tools", MAX_TOOLS)]
+    """Return the values of the request that its response repeats. A value of more than `MAX_ECHO` characters is left out. So
+    are hosted tools, which are not offered and may contain credentials.
+    """
+    offered = [tool for tool in fields.objects("tools", MAX_TOOLS) if tool.values.get("type") in OFFERED_TOOLS]
+    tools = [_tool_echo(tool) for tool in offered]
     values = {name: fields.values.get(name) for name in ECHOED} | {"tools": tools}
     values["metadata"] = dict(fields.object("metadata").values)
     present = {name: value for name, value in values.items() if value is not None}

@@ -207,7 +207,7 @@ def extend_agents(tx: Connection, claims: Collection[tuple[int, str]], lease_sec
         _EPISODES.id == _AGENTS.episode_id, _EPISODES.attempt == _AGENTS.attempt, _EPISODES.status.in_(OPEN)
     )
     held = set()
-    for agent, worker in claims:
+    for agent, worker in sorted(claims):  # in the order of `insert_calls`, which locks the same rows
         extended = update(schema.agent_attempts).where(_claimed(agent, worker), current.exists())
         if tx.execute(extended.values(lease_until=now_ms() + int(lease_seconds * 1000))).rowcount:
             held.add(agent)

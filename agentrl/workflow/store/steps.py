@@ -293,6 +293,14 @@ class _StepPosition:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class _StoredSteps:
+    """The positions of an episode's steps. `has_ended` is True if the agent of the current attempt has ended or is lost."""
+
+    places: list[_StepPosition]
+    has_ended: bool
+
+
 _AGENT_STATUS = (
     select(_AGENTS.status)
     .where(_AGENTS.episode_id == bindparam("of_episode"), _AGENTS.attempt == bindparam("of_attempt"))
@@ -329,7 +337,7 @@ def commit_calls(tx: Connection, fence: Fence, records: Sequence[StepRecord]) ->
 
     The returned steps have their index, parent and chain. A step whose request id is already stored is not written again. If
     the agent of an episode's current attempt has ended or is lost, nothing is written for that episode, and None is returned
-    for its records. Raise Fenced if another worker holds the group.
+    for its records that are not stored yet. Raise Fenced if another worker holds the group.
     """
     return insert_calls(tx, fence, records)
 
@@ -342,14 +350,14 @@ def insert_calls(tx: Connection, fence: Fence, records: Sequence[StepRecord]) ->
     return [_commit_call(tx, record, held, places[record.episode]) for record in records]
 
 
-def _commit_call(tx: Connection, record: StepRecord, held: HeldEpisodes, places: list[_StepPosition] | None) -> Step | None:
-    request = record.request
+def _commit_call(tx: Connection, record: StepRecord, held: HeldEpisodes, stored: _StoredSteps) -> Step | None:
+    request, places = record.request, stored.places
     assert request is not None
-    if places is None:
-        return None
     for place in places:
         if place.request_id == request.id:
             return replace(record.step, index=place.number, chain=place.chain, parent=place.parent)
+    if stored.has_ended:
+        return None
     step = _placed(record, places)
     _insert_steps(tx, [replace(record, step=step)], held, _store_options(tx, request))
     _show_results(tx, record, held)
@@ -357,17 +365,17 @@ def _commit_call(tx: Connection, record: StepRecord, held: HeldEpisodes, places:
     return step
 
 
-def _read_places(tx: Connection, episode: int, held: HeldEpisodes) -> list[_StepPosition] | None:
-    """Return the positions of the episode's steps; None if the agent of its current attempt has ended or is lost."""
+def _read_places(tx: Connection, episode: int, held: HeldEpisodes) -> _StoredSteps:
+    """Return the positions of the episode's steps, and whether the agent of its current attempt has ended or is lost."""
     rows = _PLACES.rows(tx, {"of_episode": episode, "of_attempt": held.attempts[episode]})
-    if rows[0][0] in ("ended", "lost"):
-        return None
     places = [
         _StepPosition(number, chain, ROOT if parent is None else parent, request or "")
         for _, number, chain, parent, request in rows
         if number is not None
     ]
-    return places if len(places) == held.steps[episode] else [*_inherited_places(tx, episode), *places]
+    if len(places) != held.steps[episode]:
+        places = [*_inherited_places(tx, episode), *places]
+    return _StoredSteps(places, rows[0][0] in ("ended", "lost"))
 
 
 def _inherited_places(tx: Connection, episode: int) -> list[_StepPosition]:
