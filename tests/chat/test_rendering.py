@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.workflow.chat.parsing import parse_text
-from agentrl.workflow.chat.rendering import KEPT_RESTS, Chat
+from agentrl.workflow.chat.rendering import KEPT_RESTS, MAX_KEPT_CHARS, Chat
 from agentrl.workflow.chat.tiny_template import TEMPLATE
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.models.tiny import tiny_tokenizer
@@ -97,6 +97,9 @@ def test_continuation_does_not_depend_on_earlier_ones() -> None:
     for number in range(KEPT_RESTS):
         other.continuation([replace(RESULT, content=str(number))])
     assert len(other._rests) == KEPT_RESTS
+    kept = list(other._rests)
+    assert other.continuation([replace(RESULT, content="2" * MAX_KEPT_CHARS)])[0] is not None
+    assert list(other._rests) == kept  # a long one is not cached
 
 
 def test_chat_opening_holds_tools_in_few_tokens() -> None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -45,6 +45,9 @@ Clients may send any number of tools and strings.
 
 KEPT_RESTS = 64
 """The most rendered continuations in their cache. Many episodes of a group read the same results of tools."""
+
+MAX_KEPT_CHARS = 16_384
+"""The most characters of messages whose continuation is cached, so that the cache needs little memory."""
 
 UNCHECKED = 4
 """The number of characters, as a multiple of `max_tokens`, up to which the length of a text is not checked."""
@@ -181,8 +184,9 @@ class Chat:
         """
         if messages and messages[0].role in RAW_ROLES:
             return self._raw_ids(messages, max_tokens), ""
-        key = (self._key(tools, options), repr(messages), max_tokens)
-        rest, reason = _kept(self._rests, key, lambda: self._render_rest(messages, tools, options, max_tokens), KEPT_RESTS)
+        text, render = repr(messages), partial(self._render_rest, messages, tools, options, max_tokens)
+        key = (self._key(tools, options), text, max_tokens)
+        rest, reason = render() if len(text) > MAX_KEPT_CHARS else _kept(self._rests, key, render, KEPT_RESTS)
         if rest is None:
             return None, reason
         if turn is None or not self.has_end_token(turn):
