@@ -317,6 +317,19 @@ def test_serve_client_gets_error_of_bad_upstream(upstream: tuple[Any, Served], k
     assert "Traceback" not in log.read_text()
 
 
+def test_serve_client_gets_400_of_upstream(upstream: tuple[Any, Served]) -> None:
+    routes, made = upstream
+    routes.instead["/v1/completions"] = (400, {"error": {"message": "The prompt is too long."}})
+    try:
+        answer = made.post()
+    finally:
+        del routes.instead["/v1/completions"]
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "upstream_refused")
+    assert "The prompt is too long." in error["message"]
+    assert made.post().status_code == 200
+
+
 def client_fields(client: DialectClient) -> set[str]:
     names = {"stream", "model", "input"} if client.path == "/v1/responses" else {"stream", "model", "messages"}
     return names | ({"max_tokens"} if client is MESSAGES else set())

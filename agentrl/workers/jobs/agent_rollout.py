@@ -37,6 +37,7 @@ from agentrl.workflow.engines import Backend, Completion, Engine, GenerateReques
 from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, ModelError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
+from agentrl.workflow.inference.http import RequestRefused
 from agentrl.workflow.inference.prompt_draft import Draft
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.settings import settings
@@ -868,7 +869,9 @@ def _constraint_error(constraint: Constraint, error: ModelError) -> RequestError
 
 
 def _upstream_error(error: AgentRLError) -> RequestError:
-    """Return the error for a request whose turn the engine's server did not sample correctly."""
+    """Return the error for a request whose turn the engine's server did not sample correctly, or which that server refused."""
+    if isinstance(error, RequestRefused) and error.status == 400:  # a repetition would be refused too
+        return RequestError(400, f"{error.message:.{MAX_ERROR}}", "upstream_refused")
     return RequestError(502, f"{error.message:.{MAX_ERROR}}", "upstream_failed", kind="server_error")
 
 
