@@ -298,13 +298,13 @@ def _steps(tx: Connection) -> None:
 def _share_prompts(tx: Connection) -> None:
     """The first steps of a group have the prompt of its first episode's, which is stored once."""
     steps, tokens, episodes, groups = schema.steps.c, schema.step_tokens.c, schema.episodes.c, schema.groups.c
-    first = select(steps.id).join(schema.episodes, episodes.id == steps.episode_id).where(steps.number == 0)
-    first = first.where(episodes.group_id == groups.id).order_by(steps.id).limit(1).correlate(schema.groups)
-    tx.execute(update(schema.groups).values(prompt_step_id=first.scalar_subquery(), prompt_hash="d" * 32))
-    of_group = select(groups.prompt_step_id).join(schema.episodes, episodes.group_id == groups.id)
-    owner = of_group.where(episodes.id == steps.episode_id).correlate(schema.steps).scalar_subquery()
-    sharing = update(schema.steps).where(steps.number == 0, steps.id != owner)
-    tx.execute(sharing.values(prompt_step_id=owner, prompt=[]))
+    first = select(episodes.group_id, func.min(steps.id).label("step")).where(steps.number == 0)
+    owners = first.join(schema.episodes, episodes.id == steps.episode_id).group_by(episodes.group_id).subquery()
+    owning = update(schema.groups).where(groups.id == owners.c.group_id)
+    tx.execute(owning.values(prompt_step_id=owners.c.step, prompt_hash="d" * 32))
+    sharing = update(schema.steps).where(steps.number == 0, episodes.id == steps.episode_id, groups.id == episodes.group_id)
+    sharing = sharing.where(steps.id != groups.prompt_step_id)
+    tx.execute(sharing.values(prompt_step_id=groups.prompt_step_id, prompt=[]))
     shared = select(steps.id).where(steps.prompt_step_id.is_not(None))
     tx.execute(update(schema.step_tokens).where(tokens.step_id.in_(shared)).values(prompt_ids=b""))
 
