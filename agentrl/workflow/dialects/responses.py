@@ -133,7 +133,9 @@ def read(body: bytes, recorded: Recorded = find_none, max_ids: int = 0) -> Ask:
         previous=previous or reader.referenced,
         kept={INSTRUCTIONS: len(instructions)} if instructions else {},
         wire={
-            **{"names": names, "encrypted": ENCRYPTED in include, "previous": fields.text("previous_response_id")},
+            "names": names,
+            "encrypted": ENCRYPTED in include,
+            "previous": fields.text("previous_response_id"),
             "echo": _echo(fields),
         },
     )
