@@ -63,7 +63,7 @@ def test_decode_graphs_give_logits_of_plain_steps(tmp_path: Path, rank: int) -> 
     assert ours.graphs is not None
     assert list(ours.graphs._graphs) == ([(4, 256)] if GPU else [])
     for rows in (ours, plain):  # the last row takes the place of the first
-        rows.drop(0, 2, 11 + STEPS, broken=False)
+        rows.drop([0], [], {2: 0}, 11 + STEPS)
     assert_same(ours, plain, [11 + STEPS, 5 + STEPS], STEPS)
 
 
@@ -89,8 +89,7 @@ def test_decode_graphs_end_when_slots_get_other_memory(tmp_path: Path) -> None:
     assert_same(ours, plain, [3, 5, 11], STEPS)
     stream = ours.graphs._stream if ours.graphs else None
     for rows in (ours, plain):
-        for target in range(3, 5):  # five rows need eight slots
-            rows.copy(2, target, 11 + STEPS)
+        rows.copy(2, 3, 2, 11 + STEPS)  # five rows need eight slots
     assert_same(ours, plain, [length + STEPS for length in (3, 5, 11, 11, 11)], STEPS)
     assert ours.graphs is not None
     assert list(ours.graphs._graphs) == ([(8, 256)] if GPU else [])

@@ -657,7 +657,7 @@ def test_engine_ends_turn_without_memory_for_cache(
 ) -> None:
     request, context = ended_turn(engine, ref, (5, 6) * 40)
 
-    def run_out(slots: SlotCache, slot: int, length: int) -> SlotStates:
+    def run_out(cache: SlotCache, slots: torch.Tensor, length: int) -> SlotStates:
         raise torch.OutOfMemoryError("as if")
 
     monkeypatch.setattr(SlotCache, "take", run_out)

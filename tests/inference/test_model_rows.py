@@ -15,7 +15,7 @@ from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.inference.cache_rows import CacheRows, TokenRows
-from agentrl.workflow.inference.model_rows import open_rows, sample_one
+from agentrl.workflow.inference.model_rows import ModelRows, open_rows, sample_one
 from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.inference.slot_rows import SlotRows
 from agentrl.workflow.models import loading
@@ -129,9 +129,59 @@ def test_model_rows_with_aligned_masks_have_same_logits(family: str, tmp_path: P
         found = [
             rows.next_logits(torch.tensor([ids[0][5 + n], ids[1][11 + n]]), torch.tensor([5 + n, 11 + n])) for n in range(8)
         ]
-        rows.resume(2, [(rows.take(1, 19), ids[1][19:23])])
+        rows.resume(2, [(*rows.take([1], [19]), ids[1][19:23])])
         newest = torch.tensor([ids[0][13], ids[1][19], ids[1][23]])
         return [*found, rows.next_logits(newest, torch.tensor([13, 19, 23]))]
 
     for one, other in zip(logits(1), logits(8), strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3.5", "Falcon-H1", "gpt-oss"])
+@torch.no_grad()
+def test_model_rows_change_places_together(family: str, tmp_path: Path) -> None:
+    """Rows of unequal lengths are taken, dropped and resumed at once; each keeps the logits of a row that is alone."""
+    policy = Policy.load(ModelConfig(dtype="float32"), str(save_random(tmp_path, FAMILIES[family]())), "cpu")
+    ids = [tuple(3 + (7 * place + row) % 50 for place in range(30)) for row in range(5)]
+    lengths = [3, 4, 9, 9, 20]
+
+    def step(rows: ModelRows, at: list[tuple[int, int]]) -> dict[int, Tensor]:
+        """Read the next token of rows, each given by its ids and the number of tokens that it has read."""
+        logits = rows.next_logits(torch.tensor([ids[row][read] for row, read in at]), torch.tensor([read for _, read in at]))
+        return {row: logits[place] for place, (row, _) in enumerate(at)}
+
+    def alone(row: int, read: int) -> Tensor:
+        rows = open_rows(policy)
+        rows.read(0, [ids[row][:read]])
+        return step(rows, [(row, read)])[row]
+
+    rows = open_rows(policy)
+    rows.reserve(5)
+    rows.read(0, [ids[row][:length] for row, length in enumerate(lengths)])
+    step(rows, [*enumerate(lengths)])
+    kept = dict(zip([0, 1, 4], rows.take([0, 1, 4], [4, 5, 21]), strict=True))
+    rows.drop([0, 1, 4], [], {3: 0, 2: 1}, 10)
+    rows.drop([1], [], {}, 0)  # row 3 is left
+    rows.copy(0, 1, 2, 10)  # three copies of row 3
+    rows.resume(3, [(kept[4], ids[4][21:22]), (kept[0], ids[0][4:6]), (kept[1], ids[1][5:7])])
+    logits = step(rows, [(3, 10), (3, 10), (3, 10), (4, 22), (0, 6), (1, 7)])
+    for row, read in ((3, 10), (4, 22), (0, 6), (1, 7)):
+        assert torch.allclose(logits[row], alone(row, read), rtol=0, atol=1e-5)
+
+
+def test_engine_cache_of_ended_turns_is_bounded(tmp_path: Path) -> None:
+    """Turns that end together share memory, which stays until the last of them has continued; it counts as a whole."""
+    policy = load(tmp_path, FAMILIES["Qwen3"]())
+    base = PolicyRef(str(tmp_path), policy.base_hash)
+    engine = RollingEngine(policy, slots=8)
+    for round_ in range(6):
+        requests = [
+            GenerateRequest((5, 6 + key), base, key, 0, 30, follows_length=True, session=8 * round_ + key) for key in range(8)
+        ]
+        assert all(future.result(60) for future in [engine.submit(request) for request in requests])
+        batch = engine._batch
+        assert 0 < batch._left_tokens() <= batch._rows.tokens
+        engine.release(8 * round_)  # seven of eight still hold the memory of all
+    blocks = {id(left.cache.block): left.cache.block.tokens for left in batch._left.values()}
+    assert sum(blocks.values()) > sum(left.cache.length for left in batch._left.values())
+    engine.close()

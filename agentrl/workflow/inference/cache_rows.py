@@ -7,7 +7,7 @@ row again from the first token.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -31,6 +31,16 @@ class KeptCache:
 
     cache: Cache
     length: int
+
+    @property
+    def block(self) -> "KeptCache":
+        """Itself: no other row shares its memory."""
+        return self
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens for which the cache has memory."""
+        return self.length
 
 
 @dataclass(slots=True)
@@ -59,6 +69,9 @@ class CacheRows:
         self.graphs = None
         self.resumes = True
         self.rewinds = False
+
+    def reserve(self, count: int) -> None:
+        """Do nothing: each call of the model makes a new cache."""
 
     def read(self, first: int, rows: Sequence[Tokens]) -> None:
         """Read new rows, shortest first, and number them from `first` on."""
@@ -98,25 +111,30 @@ class CacheRows:
         self._note_tokens()
         return torch.cat(logits)[torch.tensor(order, device=self._policy.device).argsort()]
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Add the row `target` as a copy of the row `source`, of which `length` tokens have been read."""
+    def copy(self, source: int, first: int, count: int, length: int) -> None:
+        """See `ModelRows.copy`. The row `source` must have read exactly `length` tokens."""
         group = self._group_of(source)
         assert group.length == length
-        group.rows[target] = group.rows[source]
+        group.rows |= dict.fromkeys(range(first, first + count), group.rows[source])
 
-    def drop(self, row: int, last: int, length: int, broken: bool) -> None:
+    def drop(self, rows: Sequence[int], broken: Sequence[int], moves: Mapping[int, int], length: int) -> None:
         """See `ModelRows.drop`."""
-        del self._group_of(row).rows[row]
-        if row < last:
-            group = self._group_of(last)
-            group.rows[row] = group.rows.pop(last)
+        for row in rows:
+            del self._group_of(row).rows[row]
+        for old, new in moves.items():
+            group = self._group_of(old)
+            group.rows[new] = group.rows.pop(old)
         self._groups = [group for group in self._groups if group.rows]
 
-    def take(self, row: int, length: int) -> KeptCache:
-        """Return a copy of a row's cache."""
-        group = self._group_of(row)
-        assert group.length == length
-        return KeptCache(_select(group.cache, [group.rows[row]], self._policy.device), length)
+    def take(self, rows: Sequence[int], lengths: Sequence[int]) -> list[KeptCache]:
+        """Return copies of the rows' caches."""
+        groups = [self._group_of(row) for row in rows]
+        assert [group.length for group in groups] == list(lengths)
+        device = self._policy.device
+        return [
+            KeptCache(_select(group.cache, [group.rows[row]], device), group.length)
+            for row, group in zip(rows, groups, strict=True)
+        ]
 
     def clear(self) -> None:
         self._groups, self.tokens = [], 0
@@ -178,6 +196,9 @@ class TokenRows:
         self.resumes = False
         self.rewinds = False
 
+    def reserve(self, count: int) -> None:
+        """Do nothing: there are no cached values."""
+
     def read(self, first: int, rows: Sequence[Tokens]) -> None:
         """Store the tokens of new rows, numbered from `first` on."""
         self._rows = {row: tokens for row, tokens in self._rows.items() if row < first} | dict(enumerate(rows, start=first))
@@ -197,16 +218,18 @@ class TokenRows:
                 logits |= dict(zip(alike, kept_logits(model, 1, input_ids=ids, use_cache=False)[:, -1], strict=True))
         return torch.stack([logits[row] for row in sorted(logits)])
 
-    def copy(self, source: int, target: int, length: int) -> None:
+    def copy(self, source: int, first: int, count: int, length: int) -> None:
         """Copy a row's tokens."""
-        self._rows[target] = self._rows[source][:length]
+        self._rows |= dict.fromkeys(range(first, first + count), self._rows[source][:length])
 
-    def drop(self, row: int, last: int, length: int, broken: bool) -> None:
+    def drop(self, rows: Sequence[int], broken: Sequence[int], moves: Mapping[int, int], length: int) -> None:
         """See `ModelRows.drop`."""
-        self._rows[row] = self._rows[last]
-        del self._rows[last]
+        for row in rows:
+            del self._rows[row]
+        for old, new in moves.items():
+            self._rows[new] = self._rows.pop(old)
 
-    def take(self, row: int, length: int) -> KeptCache:
+    def take(self, rows: Sequence[int], lengths: Sequence[int]) -> list[KeptCache]:
         """Raise NotImplementedError: there are no cached values to return."""
         raise NotImplementedError
 

@@ -31,6 +31,7 @@ from agentrl.workflow.inference.sampling import (
     scale_logits,
     uniforms,
 )
+from agentrl.workflow.inference.slot_rows import Tokens
 from agentrl.workflow.models.device_errors import classify
 from agentrl.workflow.models.memory import free_cached_blocks
 from agentrl.workflow.models.policy import Policy
@@ -133,13 +134,15 @@ class Batch:
         started = time.perf_counter()
         fresh, back, copies, holders = self._sort_joining(turns)
         first = len(self.turns)
+        self._rows.reserve(first + len(turns))
         # All prompt tokens but the last, which the next step reads: so prefill and decoding sample in the same way.
         self._rows.read(first, [turn.context[:-1] for turn in fresh])
         holders |= {turn.context: first + index for index, turn in enumerate(fresh)}
         self._rows.resume(first + len(fresh), [(cache, turn.context[cache.length : -1]) for turn, cache in back])
-        joined = [*fresh, *(turn for turn, _ in back), *copies]
-        for slot, turn in enumerate(copies, start=len(joined) - len(copies) + first):
-            self._rows.copy(holders[turn.context], slot, len(turn.context) - 1)
+        joined = [*fresh, *(turn for turn, _ in back)]
+        for context, alike in copies.items():
+            self._rows.copy(holders[context], first + len(joined), len(alike), len(context) - 1)
+            joined += alike
         for slot, turn in enumerate(joined, start=first):
             turn.started = turn.started or started
             self._enter(slot, turn)
@@ -166,11 +169,8 @@ class Batch:
         for row in np.flatnonzero(rows["heard"] & ~broken):
             listener = self.turns[int(row)].request.heard
             over[row] |= listener is not None and not listener(int(ids[row]))
-        ended = [int(slot) for slot in np.flatnonzero(over)]
-        for slot in ended:
-            self._answer(slot, bool(stops[slot]), bool(broken[slot]))
-        for slot in reversed(ended):
-            self._free(slot, bool(broken[slot]))
+        if over.any():
+            self._end(np.flatnonzero(over).tolist(), stops, broken)
 
     def evict(self) -> list[ActiveTurn]:
         """Remove all turns from the batch and return them with their sampled tokens. Free all memory."""
@@ -211,24 +211,24 @@ class Batch:
 
     def _sort_joining(
         self, turns: Sequence[ActiveTurn]
-    ) -> tuple[list[ActiveTurn], list[tuple[ActiveTurn, Kept]], list[ActiveTurn], dict[tuple[int, ...], int]]:
+    ) -> tuple[list[ActiveTurn], list[tuple[ActiveTurn, Kept]], dict[Tokens, list[ActiveTurn]], dict[Tokens, int]]:
         """Sort turns by the way in which they join.
 
         Returns:
             A tuple of four: the turns to read, shortest first; the turns to resume, each with its cached values, fewest new
                 tokens first;
-            the turns whose prompt is that of another row; and the row of each prompt that a live turn holds.
+            the turns whose context is that of another row, by context; and the row of each prompt that a live turn holds.
         """
         holders = {turn.request.prompt_ids: slot for slot, turn in enumerate(self.turns)} if self._rows.rewinds else {}
-        fresh: dict[tuple[int, ...], ActiveTurn] = {}
+        fresh: dict[Tokens, ActiveTurn] = {}
         back: list[tuple[ActiveTurn, Kept]] = []
-        copies: list[ActiveTurn] = []
+        copies: dict[Tokens, list[ActiveTurn]] = {}
         for turn in turns:
             left = None if turn.request.session is None else self._left.pop(turn.request.session, None)
             if left is not None and turn.context[: len(left.ids)] == left.ids and len(turn.context) > len(left.ids):
                 back.append((turn, left.cache))
             elif turn.context in holders or turn.context in fresh:
-                copies.append(turn)
+                copies.setdefault(turn.context, []).append(turn)
             else:
                 fresh[turn.context] = turn
         back.sort(key=lambda pair: len(pair[0].context) - pair[1].length)
@@ -325,9 +325,22 @@ class Batch:
         stops = self._policy.chat.stops(self.turns[slot].request.stop)
         return stops.is_completed(self._ids[slot, : self._state[slot]["count"]])
 
-    def _answer(self, slot: int, stopped: bool, broken: bool) -> None:
-        turn = self.turns[slot]
-        self._write_back(slot, turn)
+    def _end(self, slots: Sequence[int], stops: NDArray[np.bool_], broken: NDArray[np.bool_]) -> None:
+        """End the turns in these slots. `stops` and `broken`, both (n,), say which rows got a stop token, and which NaN."""
+        turns = [self.turns[slot] for slot in slots]
+        for slot, turn in zip(slots, turns, strict=True):
+            self._write_back(slot, turn)
+        self._keep([slot for slot in slots if not broken[slot] and self._follows(slot, bool(stops[slot]))])
+        self._free(slots, [slot for slot in slots if broken[slot]])
+        for slot, turn in zip(slots, turns, strict=True):
+            self._answer(turn, bool(stops[slot]), bool(broken[slot]))
+
+    def _follows(self, slot: int, stopped: bool) -> bool:
+        """Return whether another turn of the episode may follow."""
+        request = self.turns[slot].request
+        return request.session is not None and request.follows and (stopped or request.follows_length)
+
+    def _answer(self, turn: ActiveTurn, stopped: bool, broken: bool) -> None:
         if broken:
             if turn.matcher is None or not turn.matcher.has_failed:
                 turn.future.set_exception(nan_error())
@@ -337,38 +350,48 @@ class Batch:
                 del turn.ids[-1], turn.logprobs[-1], turn.top[len(turn.ids) :]
                 turn.finish("length")
             return
-        if turn.request.follows and (stopped or turn.request.follows_length):
-            self._keep(slot, turn)
         turn.finish("stop" if stopped else "length")
 
-    def _free(self, slot: int, broken: bool) -> None:
-        last = len(self.turns) - 1
-        self._rows.drop(slot, last, int(self._state[last]["cached"]), broken)
-        if slot < last:
-            count = self._state[last]["count"]
-            self._state[slot] = self._state[last]
-            self._ids[slot, :count], self._logprobs[slot, :count] = self._ids[last, :count], self._logprobs[last, :count]
-            self.turns[slot] = self.turns[last]
-        self.turns.pop()
+    def _free(self, slots: Sequence[int], broken: Sequence[int]) -> None:
+        """Remove rows from the batch. The last of the other rows take their slots."""
+        count = len(self.turns) - len(slots)
+        others = sorted({*range(count, len(self.turns))}.difference(slots))
+        targets = [slot for slot in slots if slot < count]
+        moves = dict(zip(others, targets, strict=True))
+        self._rows.drop(slots, broken, moves, int(self._state["cached"][others].max(initial=0)))
+        if moves:
+            for values in (self._state, self._ids, self._logprobs):
+                values[targets] = values[others]
+        for source, target in moves.items():
+            self.turns[target] = self.turns[source]
+        del self.turns[count:]
 
-    def _keep(self, slot: int, turn: ActiveTurn) -> None:
-        """Cache the values of an ended turn for the next turn of its session.
+    def _keep(self, slots: Sequence[int]) -> None:
+        """Cache the values of ended turns for the next turns of their sessions.
 
-        The cached tokens may take a share of the rows' capacity. The oldest values are dropped first.
+        The cached values may take the memory of a share of the rows' capacity. The oldest values are dropped first.
         """
-        if not self._rows.resumes or (session := turn.request.session) is None:
+        if not slots or not self._rows.resumes:
             return
-        length = int(self._state[slot]["cached"])
+        lengths = self._state["cached"][list(slots)].tolist()
         try:
-            cache = self._rows.take(slot, length)
+            caches = self._rows.take(slots, lengths)
         except (RuntimeError, MemoryError) as error:
             if classify(error) != "out_of_memory":
                 raise
             self._left.clear()  # costs only time
             return
-        self._left[session] = _EndedTurn(turn.context[:length], cache)
-        while sum(left.cache.length for left in self._left.values()) > self._share * self._rows.tokens:
+        for slot, length, cache in zip(slots, lengths, caches, strict=True):
+            turn = self.turns[slot]
+            assert turn.request.session is not None
+            self._left[turn.request.session] = _EndedTurn(turn.context[:length], cache)
+        while self._left_tokens() > self._share * self._rows.tokens:
             self._left.popitem(last=False)
+
+    def _left_tokens(self) -> int:
+        """Return the number of tokens for which the cached values of ended turns take memory."""
+        blocks = {id(left.cache.block): left.cache.block for left in self._left.values()}
+        return sum(block.tokens for block in blocks.values())
 
     def _write_back(self, slot: int, turn: ActiveTurn) -> None:
         count = self._state[slot]["count"]

@@ -1,8 +1,11 @@
 """The sampler's cache: one slot per live row, each with its own length, behind transformers' `Cache` interface.
 
-Live rows occupy the slots 0..n-1 without a gap, so a decoding step reads a plain slice and copies nothing. When a row ends, the
-last row moves into its slot. The content of the ended row's slot can be taken out, and put back when the episode continues. If
-rows or tokens need more memory, the stores are copied into larger ones.
+Live rows occupy the slots 0..n-1 without a gap, so a decoding step reads a plain slice and copies nothing. When rows end, the
+last rows move into their slots. The content of the ended rows' slots can be taken out, and put back when the episodes continue.
+If rows or tokens need more memory, the stores are copied into larger ones.
+
+Each method handles all of its slots with one operation per tensor: with small models, and on GPUs, the time depends on the
+number of operations.
 
 A layer stores the keys and values of all tokens, or states of a fixed size (of convolutions and linear attention), or both.
 States belong to the last token that the row has read. They can be continued, never cropped.
@@ -24,12 +27,12 @@ from agentrl.workflow.models.memory_estimate import LENGTH_STEP
 
 @dataclass(frozen=True, slots=True)
 class SlotStates:
-    """The content of one slot, copied. For each layer: keys and values (heads, tokens, head_dim), or states (their
-    shapes depend on the layer), or both.
+    """The content of N slots, copied. For each layer: keys and values (N, heads, T, head_dim), or states (N, ...), or both.
+    `tokens` is N * T.
     """
 
     layers: tuple[tuple[Tensor, ...], ...]
-    length: int
+    tokens: int
 
 
 class SlotCache(Cache):
@@ -54,30 +57,37 @@ class SlotCache(Cache):
         for layer in self._slot_layers():
             layer.place(slice(first, first + len(positions)), (slots, positions), length)
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of one slot into another.
+    def reserve(self, slots: int) -> None:
+        """Make the next growth of the stores allocate at least so many slots, because so many will soon be used."""
+        for layer in self._slot_layers():
+            layer.reserve(slots)
+
+    def copy(self, source: int, targets: slice, length: int) -> None:
+        """Copy the first `length` tokens of one slot into others.
 
         If layers store states, the slot must have read exactly `length` tokens.
         """
         for layer in self._slot_layers():
-            layer.copy(source, target, length)
+            layer.copy(source, targets, length)
+
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copy the first `length` tokens, and the states, of the slots `sources` (N) into the slots `targets` (N)."""
+        for layer in self._slot_layers():
+            layer.move(sources, targets, length)
 
     def wipe(self, slot: int) -> None:
         """Set a slot to zeros."""
         for layer in self._slot_layers():
             layer.wipe(slot)
 
-    def take(self, slot: int, length: int) -> SlotStates:
-        """Return a copy of a slot's first `length` tokens.
+    def take(self, slots: Tensor, length: int) -> SlotStates:
+        """Return a copy of the first `length` tokens, and of the states, of the slots (N)."""
+        return SlotStates(tuple(layer.take(slots, length) for layer in self._slot_layers()), len(slots) * length)
 
-        If layers store states, the slot must have read exactly `length` tokens.
-        """
-        return SlotStates(tuple(layer.take(slot, length) for layer in self._slot_layers()), length)
-
-    def put(self, states_taken: SlotStates, slot: int) -> None:
-        """Write what `take` returned into a slot, from position 0."""
+    def put(self, states_taken: SlotStates, rows: Tensor, slots: slice) -> None:
+        """Write the rows (N) of what `take` returned into N slots, from position 0."""
         for layer, states in zip(self._slot_layers(), states_taken.layers, strict=True):
-            layer.put(slot, *states)
+            layer.put(slots, *(state.index_select(0, rows) for state in states))
 
     @property
     def memory(self) -> object:
@@ -109,6 +119,7 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
         self._store: tuple[Tensor, Tensor] | None = None
+        self._reserved = 0
         self.place(slice(0, 0), None, 0)
 
     @property
@@ -133,7 +144,7 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store new keys and values (B, heads, T, head_dim). Return all keys and values that this call may read."""
-        stores = self._reserve(key_states, value_states, self._rows.stop, self._length)
+        stores = self._grow_stores(key_states, value_states, self._rows.stop, self._length)
         if self._tokens is None:
             for store, states in zip(stores, (key_states, value_states), strict=True):
                 store[self._rows, :, : self._length] = states
@@ -144,12 +155,22 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
         keys, values = stores
         return keys[self._rows, :, : self._length], values[self._rows, :, : self._length]
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy one slot's first tokens into another."""
+    def reserve(self, slots: int) -> None:
+        """Set the least number of slots of the next growth."""
+        self._reserved = slots
+
+    def copy(self, source: int, targets: slice, length: int) -> None:
+        """Copy one slot's first tokens into others."""
         assert self._store is not None
-        self._store = _grow(self._store, max(source, target) + 1, length)
+        for store in self._grow_stores(*self._store, targets.stop, length):
+            store[targets, :, :length] = store[source, :, :length]
+
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copy the first tokens of some slots into others."""
+        assert self._store is not None
         for store in self._store:
-            store[target, :, :length] = store[source, :, :length]
+            tokens = store.narrow(2, 0, length)
+            tokens.index_copy_(0, targets, tokens.index_select(0, sources))
 
     def wipe(self, slot: int) -> None:
         """Set one slot's keys and values to zeros. A NaN that stays in the slot would make the logits of its next row
@@ -159,18 +180,17 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
             for store in self._store:
                 store[slot] = 0
 
-    def take(self, slot: int, length: int) -> tuple[Tensor, ...]:
-        """Return a copy of one slot's first tokens, each (heads, length, head_dim)."""
+    def take(self, slots: Tensor, length: int) -> tuple[Tensor, ...]:
+        """Return a copy of the first tokens of the slots (N), each (N, heads, length, head_dim)."""
         assert self._store is not None
-        keys, values = self._store
-        return keys[slot, :, :length].clone(), values[slot, :, :length].clone()
+        return tuple(store.narrow(2, 0, length).index_select(0, slots) for store in self._store)
 
-    def put(self, slot: int, *states: Tensor) -> None:
-        """Write keys and values (heads, T, head_dim) into a slot, from position 0."""
+    def put(self, slots: slice, *states: Tensor) -> None:
+        """Write keys and values (N, heads, T, head_dim) into N slots, from position 0."""
         keys, values = states
-        stores = self._reserve(keys[None], values[None], slot + 1, keys.shape[1])
+        stores = self._grow_stores(keys, values, slots.stop, keys.shape[2])
         for store, written in zip(stores, states, strict=True):
-            store[slot, :, : keys.shape[1]] = written
+            store[slots, :, : keys.shape[2]] = written
 
     def get_seq_length(self) -> int:
         """Return the number of tokens before this call, for the causal mask."""
@@ -187,10 +207,10 @@ class KeySlots(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the first `update` allocates the memory."""
 
-    def _reserve(self, keys: Tensor, values: Tensor, slots: int, length: int) -> tuple[Tensor, Tensor]:
+    def _grow_stores(self, keys: Tensor, values: Tensor, slots: int, length: int) -> tuple[Tensor, Tensor]:
         if self._store is None:
             self._store = (_empty_store(keys), _empty_store(values))
-        self._store = _grow(self._store, slots, length)
+        self._store = _grow(self._store, slots, self._reserved, length)
         return self._store
 
 
@@ -206,6 +226,7 @@ class StateSlots(LinearAttentionCacheLayerMixin):
 
     def reset(self) -> None:
         self._states: dict[tuple[str, int], Tensor] = {}
+        self._reserved = 0
         self.place(slice(0, 0), None, 0)
 
     def place(self, slots: slice, tokens: tuple[Tensor, Tensor] | None, length: int) -> None:
@@ -237,11 +258,20 @@ class StateSlots(LinearAttentionCacheLayerMixin):
         self._write("recurrent", state_idx, recurrent_states)
         return recurrent_states
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy one slot's states into another."""
-        self._grow(max(source, target) + 1)
+    def reserve(self, slots: int) -> None:
+        """Set the least number of slots of the next growth."""
+        self._reserved = slots
+
+    def copy(self, source: int, targets: slice, length: int) -> None:
+        """Copy one slot's states into others."""
+        self._grow(targets.stop)
         for store in self._states.values():
-            store[target] = store[source]
+            store[targets] = store[source]
+
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copy the states of some slots into others."""
+        for store in self._states.values():
+            store.index_copy_(0, targets, store.index_select(0, sources))
 
     def wipe(self, slot: int) -> None:
         """Set one slot's states to zeros."""
@@ -249,14 +279,15 @@ class StateSlots(LinearAttentionCacheLayerMixin):
             if slot < len(store):
                 store[slot] = 0
 
-    def take(self, slot: int, length: int) -> tuple[Tensor, ...]:
-        """Return a copy of one slot's states."""
-        return tuple(store[slot].clone() for store in self._states.values())
+    def take(self, slots: Tensor, length: int) -> tuple[Tensor, ...]:
+        """Return a copy of the states of the slots (N), each (N, ...)."""
+        return tuple(store.index_select(0, slots) for store in self._states.values())
 
-    def put(self, slot: int, *states: Tensor) -> None:
-        self._grow(slot + 1)
+    def put(self, slots: slice, *states: Tensor) -> None:
+        """Write states, each (N, ...), into N slots."""
+        self._grow(slots.stop)
         for store, written in zip(self._states.values(), states, strict=True):
-            store[slot] = written
+            store[slots] = written
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the first update allocates the memory."""
@@ -270,7 +301,7 @@ class StateSlots(LinearAttentionCacheLayerMixin):
     def _grow(self, slots: int) -> None:
         for key, store in self._states.items():
             if slots > len(store):
-                larger = store.new_zeros((1 << (slots - 1).bit_length(), *store.shape[1:]))
+                larger = store.new_zeros((_round_up_slots(max(slots, self._reserved)), *store.shape[1:]))
                 larger[: len(store)] = store
                 self._states[key] = larger
 
@@ -293,6 +324,7 @@ class KeyAndStateSlots(StateSlots, KeySlots):  # type: ignore[no-untyped-call, o
     def reset(self) -> None:
         self._store = None
         self._states = {}
+        self._reserved = 0
         if hasattr(self, "conv_states"):
             self.place(slice(0, 0), None, 0)
 
@@ -301,22 +333,27 @@ class KeyAndStateSlots(StateSlots, KeySlots):  # type: ignore[no-untyped-call, o
         KeySlots.place(self, slots, tokens, length)
         StateSlots.place(self, slots, tokens, length)
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        KeySlots.copy(self, source, target, length)
-        StateSlots.copy(self, source, target, length)
+    def copy(self, source: int, targets: slice, length: int) -> None:
+        KeySlots.copy(self, source, targets, length)
+        StateSlots.copy(self, source, targets, length)
+
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copy the first tokens, and the states, of some slots into others."""
+        KeySlots.move(self, sources, targets, length)
+        StateSlots.move(self, sources, targets, length)
 
     def wipe(self, slot: int) -> None:
         KeySlots.wipe(self, slot)
         StateSlots.wipe(self, slot)
 
-    def take(self, slot: int, length: int) -> tuple[Tensor, ...]:
-        """Return a copy of one slot's keys, values and states."""
-        return (*KeySlots.take(self, slot, length), *StateSlots.take(self, slot, length))
+    def take(self, slots: Tensor, length: int) -> tuple[Tensor, ...]:
+        """Return a copy of the keys, values and states of some slots."""
+        return (*KeySlots.take(self, slots, length), *StateSlots.take(self, slots, length))
 
-    def put(self, slot: int, *states: Tensor) -> None:
-        """Write keys, values and states into a slot."""
-        KeySlots.put(self, slot, *states[:2])
-        StateSlots.put(self, slot, *states[2:])
+    def put(self, slots: slice, *states: Tensor) -> None:
+        """Write keys, values and states into slots."""
+        KeySlots.put(self, slots, *states[:2])
+        StateSlots.put(self, slots, *states[2:])
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the first update allocates the memory."""
@@ -338,17 +375,23 @@ def _empty_store(states: Tensor) -> Tensor:
     return states.new_zeros((0, states.shape[1], 0, states.shape[3]))
 
 
-def _grow(stores: tuple[Tensor, Tensor], slots: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return the stores, or larger copies of them.
+def _grow(stores: tuple[Tensor, Tensor], slots: int, reserved: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return the stores, or larger copies of them, with at least `reserved` slots.
 
-    The number of slots is rounded up to a power of two, the length to a multiple of `LENGTH_STEP`.
+    The length is rounded up to a multiple of `LENGTH_STEP`; on a CPU, which has no graphs of this length, to one of its half.
     """
     has_slots, _, has_length, _ = stores[0].shape
     if slots <= has_slots and length <= has_length:
         return stores
-    slots = has_slots if slots <= has_slots else 1 << (slots - 1).bit_length()
-    length = max(has_length, -(-length // LENGTH_STEP) * LENGTH_STEP)
+    slots = max(has_slots, _round_up_slots(max(slots, reserved)))
+    step = LENGTH_STEP // 2 if stores[0].device.type == "cpu" else LENGTH_STEP
+    length = max(has_length, -(-length // step) * step)
     return _enlarge(stores[0], slots, length), _enlarge(stores[1], slots, length)
+
+
+def _round_up_slots(slots: int) -> int:
+    """Return the next power of two."""
+    return 1 << (slots - 1).bit_length()
 
 
 def _enlarge(store: Tensor, slots: int, length: int) -> Tensor:

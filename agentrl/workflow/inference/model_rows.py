@@ -10,7 +10,7 @@ agentrl's own forward pass is used for the families that our tests compare with 
 is used: its logits must be those of a plain forward pass over the complete row, because the trainer computes them in that way.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from logging import getLogger
 from typing import Any, Protocol
@@ -41,10 +41,21 @@ HALF_ROUNDING, ROUNDING = 0.1, 1e-3
 """
 
 
-class Kept(Protocol):
-    """The cached values of a row of which `length` tokens have been read."""
+class KeptBlock(Protocol):
+    """The cached values of some rows in one piece of memory, which has room for `tokens` tokens."""
 
-    length: int
+    @property
+    def tokens(self) -> int: ...
+
+
+class Kept(Protocol):
+    """The cached values of a row of which `length` tokens have been read. Rows may share a block."""
+
+    @property
+    def block(self) -> KeptBlock: ...
+
+    @property
+    def length(self) -> int: ...
 
 
 class ModelRows(Protocol):
@@ -70,6 +81,9 @@ class ModelRows(Protocol):
     def tokens(self) -> int:
         """The number of tokens that fit into the allocated memory."""
 
+    def reserve(self, count: int) -> None:
+        """Tell that there will soon be `count` rows, so that memory is allocated once."""
+
     def read(self, first: int, rows: Sequence[tuple[int, ...]]) -> None:
         """Read new rows, shortest first, and number them from `first` on.
 
@@ -91,21 +105,21 @@ class ModelRows(Protocol):
             read: (n,), the number of tokens that the row has read before.
         """
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Make a new row from the first `length` tokens of the row `source`. `target` is the first free number."""
+    def copy(self, source: int, first: int, count: int, length: int) -> None:
+        """Make `count` new rows from the first `length` tokens of the row `source`. `first` is the first free number."""
 
-    def drop(self, row: int, last: int, length: int, broken: bool) -> None:
-        """Drop a row. The row with the highest number gets the number that becomes free.
+    def drop(self, rows: Sequence[int], broken: Sequence[int], moves: Mapping[int, int], length: int) -> None:
+        """Drop rows, and give other rows their numbers.
 
         Args:
-            row: the number of the row to drop.
-            last: the highest number of a row.
-            length: the number of tokens that the last row has read.
-            broken: whether the logits of the dropped row were NaN.
+            rows: the numbers of the rows to drop.
+            broken: those of them whose logits were NaN.
+            moves: the old number of each row that moves -> its new number, which is that of a dropped row.
+            length: the most tokens that a row that moves has read.
         """
 
-    def take(self, row: int, length: int) -> Any:
-        """Return a copy of the cached values of a row that has read `length` tokens."""
+    def take(self, rows: Sequence[int], lengths: Sequence[int]) -> Sequence[Any]:
+        """Return copies of the cached values of rows that have read so many tokens."""
 
     def clear(self) -> None:
         """Drop all rows and free the memory."""
@@ -229,10 +243,10 @@ def _try_rows(rows: ModelRows, expected: _Expected, resumes: bool) -> str:
         for number in range(4):
             step(3 + number, 10 + number)
         if resumes:
-            rows.resume(2, [(rows.take(1, 14), long[14:17])])
+            rows.resume(2, [(*rows.take([1], [14]), long[14:17])])
             results.append(_step(rows, (short, 7), (long, 14), (long, 17)))
             references.append(torch.stack([of_short[7], of_long[14], of_long[17]]))
-            rows.drop(1, 2, 18, broken=False)
+            rows.drop([1], [], {2: 1}, 18)
             step(8, 18)
     except Exception as error:
         if classify(error) != "other":

@@ -2,7 +2,9 @@
 of the model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from logging import getLogger
 from typing import Any
 
@@ -28,6 +30,15 @@ The activations then stay small compared with the weights.
 """
 
 Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRow:
+    """A row that was taken out of its slot after it had read `length` tokens: the row `place` of `block`."""
+
+    block: SlotStates
+    place: int
+    length: int
 
 
 class SlotRows:
@@ -58,6 +69,10 @@ class SlotRows:
         """The number of tokens that fit into the allocated memory."""
         return self._slots.tokens
 
+    def reserve(self, count: int) -> None:
+        """See `ModelRows.reserve`."""
+        self._slots.reserve(count)
+
     def read(self, first: int, rows: Sequence[Tokens]) -> None:
         """Run the model over new rows, shortest first, and keep their keys and values in the slots from `first` on."""
         for start, count in _chunks([len(row) for row in rows], padded=self.rewinds):
@@ -71,18 +86,18 @@ class SlotRows:
                 for slot in range(first + start, first + start + count):
                     self._slots.wipe(slot)
 
-    def resume(self, first: int, rows: Sequence[tuple[SlotStates, Tokens]]) -> None:
+    def resume(self, first: int, rows: Sequence[tuple[KeptRow, Tokens]]) -> None:
         """See `ModelRows.resume`."""
-        for slot, (states, _) in enumerate(rows, start=first):
-            self._slots.put(states, slot)
+        for _, numbered in groupby(enumerate(rows, start=first), lambda pair: id(pair[1][0].block)):
+            alike = [(slot, kept) for slot, (kept, _) in numbered]
+            slots = slice(alike[0][0], alike[-1][0] + 1)
+            self._slots.put(alike[0][1].block, self._index([kept.place for _, kept in alike]), slots)
         for start, count in _chunks([len(tokens) for _, tokens in rows], padded=self.rewinds):
             part = rows[start : start + count]
             if part[-1][1]:
-                past = torch.tensor([states.length for states, _ in part])
+                past = torch.tensor([kept.length for kept, _ in part])
                 positions = past[:, None] + torch.arange(len(part[-1][1]))
-                positions.clamp_(
-                    max=max(states.length + len(tokens) for states, tokens in part)
-                )  # padding may exceed the window
+                positions.clamp_(max=max(kept.length + len(tokens) for kept, tokens in part))  # padding may exceed the window
                 self._extend(first + start, _pad([tokens for _, tokens in part]), positions, int(positions.max()) + 1)
 
     def next_logits(self, newest: Tensor, read: Tensor) -> Tensor:
@@ -90,23 +105,33 @@ class SlotRows:
         longest = int(read.max())
         return self._extend(0, newest[:, None], read[:, None], longest + 1, even=longest == int(read.min()))
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy a row's first tokens into another slot."""
+    def copy(self, source: int, first: int, count: int, length: int) -> None:
+        """See `ModelRows.copy`."""
         if length:
-            self._slots.copy(source, target, length)
+            self._slots.copy(source, slice(first, first + count), length)
         else:
-            self._slots.wipe(target)
+            for slot in range(first, first + count):
+                self._slots.wipe(slot)
 
-    def drop(self, row: int, last: int, length: int, broken: bool) -> None:
-        """Drop a row. The last row, which has read `length` tokens, moves into the free slot."""
-        if broken:
+    def drop(self, rows: Sequence[int], broken: Sequence[int], moves: Mapping[int, int], length: int) -> None:
+        """See `ModelRows.drop`."""
+        for row in broken:
             self._slots.wipe(row)
-        if row < last:
-            self._slots.copy(last, row, length)
+        if moves:
+            self._slots.move(self._index([*moves]), self._index([*moves.values()]), length)
 
-    def take(self, row: int, length: int) -> SlotStates:
-        """Return a copy of the cached values of a row."""
-        return self._slots.take(row, length)
+    def take(self, rows: Sequence[int], lengths: Sequence[int]) -> list[KeptRow]:
+        """See `ModelRows.take`. Rows of similar lengths share memory: each is padded to less than twice its length."""
+        kept: dict[int, KeptRow] = {}
+        by_length = sorted(zip(rows, lengths, strict=True), key=lambda pair: pair[1])
+        for _, pairs in groupby(by_length, lambda pair: pair[1].bit_length()):
+            alike = list(pairs)
+            block = self._slots.take(self._index([row for row, _ in alike]), alike[-1][1])
+            kept |= {row: KeptRow(block, place, length) for place, (row, length) in enumerate(alike)}
+        return [kept[row] for row in rows]
+
+    def _index(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, device=self._policy.device)
 
     def clear(self) -> None:
         if self.graphs is not None:

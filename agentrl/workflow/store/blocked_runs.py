@@ -2,11 +2,12 @@
 checkpoint that the run needs.
 """
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, func, select
+from sqlalchemy import ColumnElement, Connection, Select, and_, bindparam, func, select
 
 from agentrl.workflow.store.connect import read_transaction, transaction
 from agentrl.workflow.store.leases import LOSS_EVENTS
 from agentrl.workflow.store.planning import log
+from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.tables import schema
 from agentrl.workflow.trajectory import storable
 
@@ -58,15 +59,26 @@ def find_wait_reason(tx: Connection, run_id: int) -> str:
     The reason is another run that rebuilds the run's checkpoint or, without such a run, the detail of the newest `waiting`
     event.
     """
-    mine = (schema.runs.c.id == run_id, schema.runs.c.status == "running", schema.runs.c.kind != "train")
-    maker = tx.execute(_select_rebuilding_runs().where(*mine).limit(1)).one_or_none()
-    return f"{maker.name} is rebuilding its checkpoint ({maker.broken})." if maker else _find_newest_wait(tx, run_id)
+    for name, broken in _REBUILDING_RUN.rows(tx, {"run": run_id}):
+        return f"{name} is rebuilding its checkpoint ({broken})."
+    return _find_newest_wait(tx, run_id)
 
 
 def _find_newest_wait(tx: Connection, run_id: int) -> str:
     """Return the detail of the run's newest event if that event is `waiting`; else an empty string."""
-    newest = select(schema.events.c.kind, schema.events.c.detail).where(
-        schema.events.c.run_id == run_id, schema.events.c.kind.not_in(LOSS_EVENTS)
-    )
-    row = tx.execute(newest.order_by(schema.events.c.id.desc()).limit(1)).one_or_none()
-    return str(row.detail) if row is not None and row.kind == "waiting" else ""
+    for kind, detail in _NEWEST_EVENT.rows(tx, {"run": run_id}):
+        return str(detail) if kind == "waiting" else ""
+    return ""
+
+
+_REBUILDING_RUN = PreparedStatement(
+    _select_rebuilding_runs()
+    .where(schema.runs.c.id == bindparam("run"), schema.runs.c.status == "running", schema.runs.c.kind != "train")
+    .limit(1)
+)
+_NEWEST_EVENT = PreparedStatement(
+    select(schema.events.c.kind, schema.events.c.detail)
+    .where(schema.events.c.run_id == bindparam("run"), *(schema.events.c.kind != kind for kind in LOSS_EVENTS))
+    .order_by(schema.events.c.id.desc())
+    .limit(1)
+)
