@@ -245,11 +245,14 @@ def test_serve_upstream_records_tokens_and_no_secret(world_model: Path, tmp_path
 
 
 NAN = float("nan")
-BAD_RESPONSES: dict[str, tuple[tuple[int, Any], str]] = {
+BAD_STATUSES: dict[str, tuple[tuple[int, Any], str]] = {
     "page": ((200, "<html>a portal</html>" * 100), "not an object"),
     "error": ((500, "<html>out of order</html>" * 100), "failed: 500"),
     "key": ((401, "who are you?"), "refuses the API key (401)"),
     "redirect": ((302, "elsewhere"), "refused /v1/completions: 302"),
+}
+BAD_RESPONSES: dict[str, tuple[tuple[int, Any], str]] = {
+    **BAD_STATUSES,
     "no_choice": ((200, {"model": "MODEL", "choices": []}), "cannot read: choices"),
     "model": ((200, {"model": "another", "choices": [{"token_ids": [7]}]}), "'another' answered"),
     "token": (
@@ -281,9 +284,11 @@ def upstream(world_model: Path, module_folder: Path) -> Iterator[tuple[Any, Serv
         yield routes, made
 
 
-@pytest.mark.parametrize("kind", BAD_RESPONSES)
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models"])
-def test_serve_client_gets_error_of_bad_upstream(upstream: tuple[Any, Served], kind: str, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [*(("/v1/completions", kind) for kind in BAD_RESPONSES), *(("/v1/models", kind) for kind in [*BAD_STATUSES, "model"])],
+)
+def test_serve_client_gets_error_of_bad_upstream(upstream: tuple[Any, Served], path: str, kind: str) -> None:
     routes, made = upstream
     (status, response), reason = BAD_RESPONSES[kind]
     model = routes.name
