@@ -159,11 +159,11 @@ def test_model_rows_change_places_together(family: str, tmp_path: Path) -> None:
     rows.reserve(5)
     rows.read(0, [ids[row][:length] for row, length in enumerate(lengths)])
     step(rows, [*enumerate(lengths)])
-    kept = dict(zip([0, 1, 4], rows.take([0, 1, 4], [4, 5, 21]), strict=True))
+    out = dict(zip([0, 1, 4], rows.take([0, 1, 4], [4, 5, 21]), strict=True))
     rows.drop([0, 1, 4], [], {3: 0, 2: 1}, 10)
     rows.drop([1], [], {}, 0)  # row 3 is left
     rows.copy(0, 1, 2, 10)  # three copies of row 3
-    rows.resume(3, [(kept[4], ids[4][21:22]), (kept[0], ids[0][4:6]), (kept[1], ids[1][5:7])])
+    rows.resume(3, [(out[4], ids[4][21:22]), (out[0], ids[0][4:6]), (out[1], ids[1][5:7])])
     logits = step(rows, [(3, 10), (3, 10), (3, 10), (4, 22), (0, 6), (1, 7)])
     for row, read in ((3, 10), (4, 22), (0, 6), (1, 7)):
         assert torch.allclose(logits[row], alone(row, read), rtol=0, atol=1e-5)

@@ -89,15 +89,15 @@ class SlotRows:
     def resume(self, first: int, rows: Sequence[tuple[KeptRow, Tokens]]) -> None:
         """See `ModelRows.resume`."""
         for _, numbered in groupby(enumerate(rows, start=first), lambda pair: id(pair[1][0].block)):
-            alike = [(slot, kept) for slot, (kept, _) in numbered]
+            alike = [(slot, row) for slot, (row, _) in numbered]
             slots = slice(alike[0][0], alike[-1][0] + 1)
-            self._slots.put(alike[0][1].block, self._index([kept.place for _, kept in alike]), slots)
+            self._slots.put(alike[0][1].block, self._index([row.place for _, row in alike]), slots)
         for start, count in _chunks([len(tokens) for _, tokens in rows], padded=self.rewinds):
             part = rows[start : start + count]
             if part[-1][1]:
-                past = torch.tensor([kept.length for kept, _ in part])
+                past = torch.tensor([row.length for row, _ in part])
                 positions = past[:, None] + torch.arange(len(part[-1][1]))
-                positions.clamp_(max=max(kept.length + len(tokens) for kept, tokens in part))  # padding may exceed the window
+                positions.clamp_(max=max(row.length + len(tokens) for row, tokens in part))  # padding may exceed the window
                 self._extend(first + start, _pad([tokens for _, tokens in part]), positions, int(positions.max()) + 1)
 
     def next_logits(self, newest: Tensor, read: Tensor) -> Tensor:
@@ -122,13 +122,13 @@ class SlotRows:
 
     def take(self, rows: Sequence[int], lengths: Sequence[int]) -> list[KeptRow]:
         """See `ModelRows.take`. Rows of similar lengths share memory: each is padded to less than twice its length."""
-        kept: dict[int, KeptRow] = {}
+        taken_rows: dict[int, KeptRow] = {}
         by_length = sorted(zip(rows, lengths, strict=True), key=lambda pair: pair[1])
         for _, pairs in groupby(by_length, lambda pair: pair[1].bit_length()):
             alike = list(pairs)
             block = self._slots.take(self._index([row for row, _ in alike]), alike[-1][1])
-            kept |= {row: KeptRow(block, place, length) for place, (row, length) in enumerate(alike)}
-        return [kept[row] for row in rows]
+            taken_rows |= {row: KeptRow(block, place, length) for place, (row, length) in enumerate(alike)}
+        return [taken_rows[row] for row in rows]
 
     def _index(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, device=self._policy.device)
