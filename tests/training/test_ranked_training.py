@@ -93,7 +93,7 @@ def test_ranks_train_the_weights_of_one_process(tmp_path: Path) -> None:
     held = replace(RECIPE, held_out=0.25)
     trainings: dict[str, tuple[int, Training]] = {
         "demonstrations": (3, partial(sft, ARITHMETIC, model=str(base), recipe=held, max_tasks=8, config=model_of(base))),
-        "pairs with LoRA": (2, partial(dpo, PAIRS, start=start(base, lora_r=4), recipe=RECIPE, beta=0.3)),
+        "pairs with LoRA": (2, partial(dpo, PAIRS, start=start(base, lora_r=4), recipe=replace(RECIPE, batch_size=3))),
     }
     for kind, (count, training) in trainings.items():
         expected, found = LearnedEpisode(), LearnedEpisode()
