@@ -1,6 +1,6 @@
 """`agentrl dpo`: trains a model to prefer the better of its stored episodes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -8,6 +8,7 @@ import typer
 
 from agentrl.cli.console import Json, say
 from agentrl.cli.offline_options import (
+    Devices,
     Force,
     Optimizer,
     OutputDir,
@@ -16,7 +17,9 @@ from agentrl.cli.offline_options import (
     SaveEvery,
     StartPolicy,
     StoredEpisodes,
+    choose_devices,
     find_stored,
+    parse_devices,
     recipe_options,
     say_next_steps,
     show_made,
@@ -46,6 +49,7 @@ def dpo(
     batch_size: Annotated[int | None, typer.Option(min=1, help="Pairs per step [16].", show_default=False)] = None,
     learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate [the run's].", show_default=False)] = None,
     optimizer: Optimizer = None,
+    devices: Devices = "1",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the order of the pairs.")] = 0,
     name: Annotated[str | None, typer.Option(help="Name of the new model [RUN-dpo].", show_default=False)] = None,
     output_dir: OutputDir = None,
@@ -62,9 +66,12 @@ def dpo(
         raise ConfigError(f"--beta must be above 0, not {beta:g}.", "0.1 is customary.")
     if reference not in ("start", "sampler"):
         raise ConfigError(f"--reference does not know {reference!r}.", "Write --reference start or --reference sampler.")
+    number = parse_devices(devices)
     stored = find_stored(from_episodes, reward_set, policy, least=2)
+    chosen_devices = choose_devices(number, stored.start.model.numerics)
     options = {"beta": beta, "reference": reference}
-    _train_on_pairs(stored, pairs, options, recipe, OutputPlace(name, output_dir, force, save_every), as_json)
+    place = OutputPlace(name, output_dir, force, save_every)
+    _train_on_pairs(stored, pairs, options, recipe, place, chosen_devices, as_json)
 
 
 def _train_on_pairs(
@@ -73,6 +80,7 @@ def _train_on_pairs(
     options: Mapping[str, Any],
     recipe_values: Mapping[str, Any],
     place: OutputPlace,
+    devices: Sequence[str],
     as_json: bool,
 ) -> None:
     from agentrl.workflow.stats import best_episodes
@@ -95,8 +103,7 @@ def _train_on_pairs(
     recipe = stored.recipe(len(pairs), PASSES, recipe_values)
     sides = [stored.episodes([pair[side] for pair in pairs]) for side in (0, 1)]
     episodes = list(zip(*sides, strict=True))
-    trained_model = train_with_progress(
-        target, partial(dpo, episodes, stored.start, target, **options, recipe=recipe, **place.writing_options)
-    )
+    learn = partial(dpo, episodes, start=stored.start, target=target, **options, recipe=recipe, **place.writing_options)
+    trained_model = train_with_progress(target, learn, devices)
     show_made(trained_model, f"{trained_model.examples} pairs", {"groups": paired, "of": groups, **options}, as_json)
     say_next_steps(stored, target)

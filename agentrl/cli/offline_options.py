@@ -3,10 +3,11 @@
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -78,6 +79,9 @@ SaveEvery = Annotated[
         show_default=False,
     ),
 ]
+Devices = Annotated[
+    str, typer.Option(metavar="N|auto", help="Devices of this machine that train together; auto: all of its GPUs.")
+]
 OutputDir = Annotated[
     Path | None,
     typer.Option(metavar="FOLDER", help="Folder of the new model [one in AGENTRL_HOME].", show_default=False),
@@ -131,6 +135,27 @@ def recipe_options(
     values["gradient_accumulation_steps"] = pieces
     values["optimizer"] = build({} if optimizer is None else {"update.optimizer": optimizer}).update.optimizer
     return {key: value for key, value in values.items() if value is not None}
+
+
+def parse_devices(devices: str) -> int | Literal["auto"]:
+    """Return the value of --devices. Raise ConfigError if it is neither a number of devices nor auto."""
+    return build({"update.devices": devices}).update.devices
+
+
+def choose_devices(number: int | Literal["auto"], numerics: str) -> list[str]:
+    """Return the devices that train together. Raise ConfigError if this machine does not have so many.
+
+    Args:
+        number: the value of --devices.
+        numerics: `model.numerics`.
+    """
+    from agentrl.workflow.settings import settings
+
+    if number == 1:  # torch is imported later
+        return [settings().device]
+    from agentrl.workflow.models.devices import devices_of_ranks
+
+    return devices_of_ranks(number, settings().device, numerics, option="--devices ")
 
 
 def refuse_options(options: Mapping[str, Any], why: str, hint: str) -> None:
@@ -193,8 +218,11 @@ def find_stored(runs: list[str], reward_set: str | None, policy: str | None, lea
     return StoredEpisodes(db, groups, candidates)
 
 
-def train_with_progress(target: Path, training: "Callable[..., TrainedModel]") -> "TrainedModel":
-    """Create the parent folder of the model. Then train with this machine's settings, and show the progress."""
+def train_with_progress(target: Path, training: "partial[TrainedModel]", devices: Sequence[str]) -> "TrainedModel":
+    """Create the parent folder of the model. Then train with this machine's settings, and show the progress.
+
+    With several devices, each has a process, and `training` has the form that `encode_training` takes.
+    """
     from agentrl.workflow.settings import settings
 
     try:
@@ -205,7 +233,11 @@ def train_with_progress(target: Path, training: "Callable[..., TrainedModel]") -
     where = settings()
     try:
         with ProgressBar() as progress:
-            return training(device=where.device, threads=where.threads, progress=progress)
+            if len(devices) == 1:
+                return training(device=devices[0], threads=where.threads, progress=progress)
+            from agentrl.workers.ranks.ranked_training import train_on_ranks
+
+            return train_on_ranks(devices, training, progress)
     except Stopped as stopped:
         say(str(stopped))
         raise

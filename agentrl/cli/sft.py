@@ -11,6 +11,7 @@ import typer
 from agentrl.cli.console import Json, say
 from agentrl.cli.continued_policy import DEQUANTISED_NOTE, merge_base
 from agentrl.cli.offline_options import (
+    Devices,
     Force,
     Optimizer,
     OptionsFile,
@@ -20,8 +21,10 @@ from agentrl.cli.offline_options import (
     SaveEvery,
     StartPolicy,
     StoredEpisodes,
+    choose_devices,
     find_stored,
     model_name,
+    parse_devices,
     recipe_options,
     refuse_options,
     say_next_steps,
@@ -119,6 +122,7 @@ def sft(
     held_out: Annotated[
         float, typer.Option(metavar="SHARE", help="Share of the demonstrations to hold out for measuring the loss.")
     ] = 0.0,
+    devices: Devices = "1",
     seed: Annotated[int, typer.Option(min=0, help="Seed of new weights, the teacher and the order.")] = 0,
     name: Annotated[
         str | None, typer.Option(help="Name of the new model [MODEL-DATASET, RUN-sft].", show_default=False)
@@ -141,7 +145,8 @@ def sft(
     parts = {"lora_r": lora_r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout, "lora_targets": targets or None}
     chat = {"tool_format": tool_format, "chat_template": chat_template}
     rows = {"split": split, "map": map, "filter": filter, "max_tasks": max_tasks}
-    how = _LearningOptions(recipe, epochs, rows, parts | {"load_in_4bit": load_in_4bit or None}, chat, lora, trust_remote_code)
+    parts["load_in_4bit"] = load_in_4bit or None
+    how = _LearningOptions(recipe, epochs, rows, parts, chat, lora, trust_remote_code, parse_devices(devices))
     of_dataset = {"--dataset": dataset, "--model": model, "--max-tasks": max_tasks, "--held-out": held_out or None}
     of_dataset |= {"--map": map, "--filter": filter, "--split": None if split == "train" else split}
     if not from_episodes:
@@ -166,6 +171,7 @@ class _LearningOptions:
     chat: Mapping[str, Any]
     lora: str
     trust_remote_code: bool
+    devices: int | Literal["auto"]
 
     @property
     def of_model(self) -> dict[str, Any]:
@@ -200,21 +206,20 @@ def _check_options(min_reward: float | None, epochs: int | None, steps: int | No
 
 def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, place: OutputPlace, as_json: bool) -> None:
     from agentrl.workflow.chat.templates import resolve_chat
-    from agentrl.workflow.datasets import Dataset, is_rows
+    from agentrl.workflow.datasets import is_rows
     from agentrl.workflow.models.lookup import model_folder, resolve_model, sft_model_name
-    from agentrl.workflow.plugins import find
-    from agentrl.workflow.training.demonstrations import Demonstration, read_demonstrations
+    from agentrl.workflow.training.demonstrations import find_demonstrations
 
     if place.name or place.output_dir:
         place.of("")  # before anything is merged
-    demonstrations: Dataset | list[Demonstration]
     options = {f"dataset.{name}": value for name, value in how.rows.items() if value is not None}
     rows = build({**options, "dataset.name": dataset}).dataset
     if not is_rows(dataset):
         own = {f"--{name}": how.rows[name] for name in ("map", "filter")}
         refuse_options(own, "for datasets from files, folders and the hub only.", "Leave it out.")
-    demonstrations = read_demonstrations(rows) if is_rows(dataset) else find("datasets", dataset)
+    demonstrations = find_demonstrations(rows)
     config, policy, manifest = _find_named_policy(model, how)
+    devices = choose_devices(how.devices, config.numerics)
     path = policy.base if policy else model if model == "tiny" else resolve_model(config.path, dataset)
     at = None if path == "tiny" else model_folder(path, config.trust_remote_code)
     config = resolve_chat(config, at)
@@ -225,12 +230,20 @@ def _train_on_demonstrations(dataset: str, model: str, how: _LearningOptions, pl
         from agentrl.workflow.training.supervised import sft as fine_tune
 
     start = Start(config, policy, manifest=manifest) if policy else None
+    examples: Any = demonstrations if len(devices) == 1 else rows  # ranks read the rows themselves
     learn = partial(
-        fine_tune, demonstrations, path, target, recipe=_build_recipe(path, how, config), start=start, config=config
+        fine_tune,
+        examples,
+        model=path,
+        target=target,
+        recipe=_build_recipe(path, how, config),
+        start=start,
+        config=config,
+        epochs=how.epochs,
+        max_tasks=rows.max_tasks,
+        **place.writing_options,
     )
-    trained_model = train_with_progress(
-        target, partial(learn, epochs=how.epochs, max_tasks=rows.max_tasks, **place.writing_options)
-    )
+    trained_model = train_with_progress(target, learn, devices)
     if config.load_in_4bit or config.load_in_8bit:
         say(DEQUANTISED_NOTE)
     show_made(trained_model, format_count(trained_model.examples, "demonstration"), {}, as_json)
@@ -291,6 +304,7 @@ def _train_on_episodes(
     from agentrl.workflow.stats import best_episodes
 
     target = place.of(f"{stored.name}-sft")
+    devices = choose_devices(how.devices, stored.start.model.numerics)
     chosen = best_episodes.select_best(stored.candidates, min_reward, best)
     if not chosen:
         top = cell(max((one.reward for one in stored.candidates), default=None))
@@ -306,9 +320,8 @@ def _train_on_episodes(
 
     recipe = stored.recipe(len(chosen), how.epochs or PASSES, how.recipe)
     episodes = stored.episodes(chosen)
-    trained_model = train_with_progress(
-        target, partial(sft_on_episodes, episodes, stored.start, target, recipe=recipe, **place.writing_options)
-    )
+    learn = partial(sft_on_episodes, episodes, start=stored.start, target=target, recipe=recipe, **place.writing_options)
+    trained_model = train_with_progress(target, learn, devices)
     show_made(
         trained_model,
         format_count(trained_model.examples, "episode"),

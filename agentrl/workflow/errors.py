@@ -164,6 +164,12 @@ class InfraError(AgentRLError):
     """A failure of the system, not of the model: for example a lost worker, or a sandbox that does not start."""
 
 
+class RankLost(InfraError):
+    """A rank, one of several processes that train together, that ended, failed or hangs."""
+
+    exit_code = 12
+
+
 class Unready(InfraError):
     """A worker that lacks a module or a setting which a tool call needs. Other calls of the tool would fail there too."""
 

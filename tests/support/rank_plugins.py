@@ -1,8 +1,9 @@
-"""Algorithms with which one of two ranks runs out of memory, hangs, or computes something else."""
+"""Algorithms and datasets with which one of two ranks runs out of memory, hangs, or computes something else."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -10,9 +11,12 @@ import torch.distributed as dist
 
 from agentrl.workflow.algorithms.grpo import grpo
 from agentrl.workflow.config import AlgorithmConfig
+from agentrl.workflow.datasets.arithmetic import arithmetic
+from agentrl.workflow.training import offline_training
 from agentrl.workflow.training.advantages import Advantages, TokenRewards, relative_to_group
 from agentrl.workflow.training.row_scorer import RowScorer
 from agentrl.workflow.training.training_rows import Row
+from agentrl.workflow.trajectory import Task
 
 
 def _is_rank_one() -> bool:
@@ -59,3 +63,40 @@ short_of_memory = replace(grpo, name="short_of_memory", credit=f"{__name__}:shor
 out_of_memory = replace(grpo, name="out_of_memory", credit=f"{__name__}:out")
 endless = replace(grpo, name="endless", credit=f"{__name__}:hang")
 gone_astray = replace(grpo, name="gone_astray", credit=f"{__name__}:astray")
+
+
+# datasets for `sft`
+
+
+def _spoil_rank_one(fails: Callable[[int, int], None]) -> Callable[[str], Iterator[Task]]:
+    """Arithmetic's tasks; in rank 1, each forward pass first calls `fails` with its number and its rows."""
+
+    def load(split: str) -> Iterator[Task]:
+        score, passes = offline_training.token_logprobs, count(1)
+
+        def scored(module: torch.nn.Module, ids: torch.Tensor, *rest: Any) -> Any:
+            fails(next(passes), len(ids))
+            return score(module, ids, *rest)
+
+        if _is_rank_one():
+            offline_training.token_logprobs = scored
+        return arithmetic.load(split)
+
+    return load
+
+
+def _refuse_two_rows(number: int, rows: int) -> None:
+    if rows > 1:
+        raise torch.OutOfMemoryError("as if")
+
+
+def _hang_in_third(number: int, rows: int) -> None:
+    while number == 3:
+        time.sleep(1)
+
+
+cramped = replace(arithmetic, load=_spoil_rank_one(_refuse_two_rows))
+"""Rank 1 has memory for one row at a time."""
+
+stuck = replace(arithmetic, load=_spoil_rank_one(_hang_in_third))
+"""Rank 1 never returns from its third forward pass."""

@@ -102,6 +102,23 @@ def test_dpo_command_learns_pairs_and_reports_metrics(
     assert all(a > b + 1 for a, b in zip(better, worse, strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
+def test_tune_commands_train_on_two_devices(
+    own_database: Database, base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played(own_database, base)
+    monkeypatch.setenv("AGENTRL_DEVICE", "cpu")
+    settings.cache_clear()
+    for command, key in (("sft", "episodes"), ("dpo", "pairs")):
+        words = [command, "--from-episodes", "first", "--steps", "3", "--json", "--force"]
+        told = [json.loads(agentrl(capsys, *words, "--devices", devices)[0]) for devices in ("1", "2")]
+        read = Path(told[1]["model"], "training.json").read_text()
+        assert told[0]["loss"] == pytest.approx(told[1]["loss"], rel=1e-4)
+        assert told[0] | {"loss": 0, "margin": 0} == told[1] | {"loss": 0, "margin": 0}
+        assert len(json.loads(read)[key]) == told[0]["examples"]
+
+
 def test_sft_command_selects_over_runs_of_one_model(
     own_database: Database, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

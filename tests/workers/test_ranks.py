@@ -24,7 +24,7 @@ from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import settings
 from agentrl.workflow.training.ranks import Ranks
 from agentrl.workflow.training.trainer import Trainer
-from agentrl.workflow.training.training_rows import TokenLayout
+from agentrl.workflow.training.training_rows import TokenLayout, row_tokens
 from agentrl.workflow.trajectory import ROOT, Group, Message
 from tests.support import rank_plugins
 from tests.support.small_models import quantised
@@ -208,7 +208,7 @@ def test_groups_reach_ranks_with_all_that_trains() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 40])
 def test_ranks_deal_each_row_once_by_tokens(count: int) -> None:
     rows = TokenLayout.of([episode for group in groups_of(4, 4) for episode in group.episodes]).rows
-    dealt = [Ranks(rank, count).deal(rows) for rank in range(count)]
+    dealt = [Ranks(rank, count).deal(rows, row_tokens) for rank in range(count)]
     assert sorted(row.key for some in dealt for row in some) == [row.key for row in rows]
     tokens = [sum(len(row.input_ids) for row in some) for some in dealt]
     assert max(tokens) - min(tokens) <= max(len(row.input_ids) for row in rows)
@@ -224,6 +224,8 @@ def test_devices_of_ranks_refuse_more_than_the_machine_has(monkeypatch: pytest.M
     assert devices_of_ranks("auto", "cuda:1", "fast") == ["cuda:1"]
     with pytest.raises(ConfigError, match="needs 3 GPUs, and torch can use 2 on this machine"):
         devices_of_ranks(3, "auto", "fast")
+    with pytest.raises(ConfigError, match=r"^--devices 3 needs 3 GPUs, .*\. Pass --devices 2\.$"):
+        devices_of_ranks(3, "auto", "fast", option="--devices ")
     with pytest.raises(ConfigError, match="AGENTRL_DEVICE=cuda:1 names one"):
         devices_of_ranks(2, "cuda:1", "fast")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

@@ -2,7 +2,7 @@
 
 The process reads commands from an inherited socket, calls a `Trainer`, and replies. It ends when the train worker closes the
 socket, or when the worker that started it ends. A second thread reports every BEAT_SECONDS that the process runs, and how many
-microbatches it has begun.
+microbatches it has begun. If `agentrl sft` or `dpo` starts ranks, it takes the place of the train worker.
 """
 
 import ctypes
@@ -74,6 +74,7 @@ def main(rank: int, count: int, here: int, device: str, store: str, descriptor: 
         worker: the pid of the worker that starts this rank. If that worker ends, the kernel kills this process.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a training catches it while it takes steps
     if os.getppid() != worker:  # it ended before
         return
     link = socket.socket(fileno=descriptor)
@@ -131,7 +132,7 @@ def _join(rank: int, count: int, here: int, device: str, store: str, replies: Ra
         device_id=torch.device(device) if on_gpu else None,
         **_open_store(rank, count, store),
     )
-    return RankServer(Ranks(rank, count, replies.count_microbatch), device, here < count)
+    return RankServer(Ranks(rank, count, replies.count_microbatch), device, here < count, replies.send)
 
 
 def _open_store(rank: int, count: int, url: str) -> dict[str, Any]:

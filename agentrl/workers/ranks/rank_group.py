@@ -8,11 +8,12 @@ because the others would wait for it. The update is then made again, by new rank
 import json
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from logging import getLogger
@@ -21,7 +22,7 @@ from typing import Any
 from agentrl.workers.ranks.host_meeting import HostMeeting, JoinedHost, interfaces_at, listen
 from agentrl.workers.ranks.rank_messages import RankCommand, decode_error
 from agentrl.workers.ranks.rank_process import RankPlace, kill_rank, start_rank
-from agentrl.workflow.errors import Fenced, InfraError
+from agentrl.workflow.errors import AgentRLError, Fenced, InfraError, RankLost
 from agentrl.workflow.settings import settings
 
 log = getLogger("agentrl.ranks")
@@ -36,10 +37,16 @@ that is longer.
 MIN_SILENCE_SECONDS = 10.0
 """The shortest time without a line from a rank after which the rank's process counts as stopped, in seconds."""
 
+END_SECONDS = 1.0
+"""The time in which the kernel ends a process whose connections it has closed, in seconds."""
+
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """The environment variables that keep the ranks' connections on this machine. If the worker's environment sets one of them to
 another interface, that interface is used.
 """
+
+Report = Callable[[Any], None]
+"""A function that receives the progress of a training, as JSON."""
 
 
 @dataclass
@@ -139,15 +146,15 @@ class RankGroup:
         """True if all ranks run."""
         return bool(self._ranks) and all(rank.is_alive for rank in self._ranks)
 
-    def call(self, command: RankCommand, fenced: threading.Event) -> list[Any]:
+    def call(self, command: RankCommand, fenced: threading.Event, report: Report = lambda progress: None) -> list[Any]:
         """Send the command to all ranks. Return their results, by rank. After any error, all ranks have been killed.
 
-        Raise the error that a rank reported. Raise InfraError if a rank ended or hangs. Raise Fenced if another trainer has
-        claimed the iteration (`fenced` is set).
+        Raise the error that a rank reported. Raise RankLost if a rank ended or hangs. Raise Fenced if another trainer has
+        claimed the iteration (`fenced` is set). `report` is called with the progress that a rank sends.
         """
         try:
             self._send(command)
-            return self._receive_results(command.name, fenced)
+            return self._receive_results(command.name, fenced, report)
         except BaseException:
             self.close()
             raise
@@ -173,7 +180,7 @@ class RankGroup:
             except OSError as error:
                 raise self._lost_error(number, command.name) from error
 
-    def _receive_results(self, name: str, fenced: threading.Event) -> list[Any]:
+    def _receive_results(self, name: str, fenced: threading.Event, report: Report) -> list[Any]:
         results: dict[int, Any] = {}
         began = progressed = time.monotonic()
         for rank in self._ranks:
@@ -190,12 +197,14 @@ class RankGroup:
                     for values in self._read_lines(key.data, name):
                         if "result" in values:
                             results[key.data] = values["result"]
+                        if "progress" in values:
+                            report(values["progress"])
                         progressed = self._note_progress(self._ranks[key.data], values, progressed)
-                self._check_hanging(name, began, progressed)
+                self._check_hanging(name, began, None if self._may_pause(name, results) else progressed)
         return [results[number] for number in range(len(self._ranks))]
 
     def _read_lines(self, number: int, name: str) -> list[Mapping[str, Any]]:
-        """Return the complete lines that a rank has sent. Raise the error that it reports, or InfraError if it has ended."""
+        """Return the complete lines that a rank has sent. Raise the error that it reports, or RankLost if it has ended."""
         rank = self._ranks[number]
         try:
             data = rank.link.recv(1 << 20)
@@ -207,8 +216,18 @@ class RankGroup:
         received = [json.loads(line) for line in lines]
         for values in received:
             if "error" in values:
-                raise decode_error(values["error"], number, rank.host)
+                raise self._cause(number, values["error"], name)
         return received
+
+    def _cause(self, number: int, error: Mapping[str, str], name: str) -> AgentRLError:
+        """Return the error that a rank reported. If another rank was killed, return that: the error is a consequence."""
+        deadline = time.monotonic() + (0 if error["class"] else END_SECONDS)
+        while time.monotonic() < deadline:
+            for other, rank in enumerate(self._ranks):
+                if rank.process is not None and rank.process.poll():
+                    return self._lost_error(other, name)
+            time.sleep(POLL_SECONDS / 10)
+        return decode_error(error, number, self._ranks[number].host)
 
     def _note_progress(self, rank: Rank, values: Mapping[str, Any], progressed: float) -> float:
         """Note a line of a rank. Return the time of the last progress: a result, or another microbatch."""
@@ -216,26 +235,41 @@ class RankGroup:
         before, rank.microbatches = rank.microbatches, values.get("microbatches", rank.microbatches)
         return rank.last_beat if "result" in values or rank.microbatches > before else progressed
 
-    def _check_hanging(self, name: str, began: float, progressed: float) -> None:
+    def _may_pause(self, name: str, results: Mapping[int, Any]) -> bool:
+        """Return True if a long time without a microbatch is no fault: before the first microbatch of a training, while ranks
+        load the model; after its first result, while rank 0 writes the model; and in all commands but `update`.
+        """
+        if name == "training":
+            return bool(results) or not any(rank.microbatches for rank in self._ranks)
+        return name != "update"
+
+    def _check_hanging(self, name: str, began: float, progressed: float | None) -> None:
+        """Raise RankLost if a rank sends nothing, or if none has begun a microbatch since `progressed`; None: since now."""
         now, patience = time.monotonic(), LEASES_WITHOUT_PROGRESS * settings().lease_seconds
         for number, rank in enumerate(self._ranks):
             silent, limit = (now - began, patience) if rank.last_beat is None else (now - rank.last_beat, _beat_limit())
             if silent > limit:
-                raise InfraError(f"{self._describe(number)} did not respond for {silent:.0f} s in the {name}.")
-        if now - progressed > patience and name == "update":
-            raise InfraError(f"In the last {now - progressed:.0f} s, none of {len(self._ranks)} ranks began a microbatch.")
+                raise RankLost(f"{self._describe(number)} did not respond for {silent:.0f} s in the {name}.")
+        if progressed is not None and now - progressed > patience:
+            raise RankLost(f"In the last {now - progressed:.0f} s, none of {len(self._ranks)} ranks began a microbatch.")
 
-    def _lost_error(self, number: int, name: str) -> InfraError:
+    def interrupt(self) -> None:
+        """Send Ctrl-C to rank 0. A training ends after its current step, on all ranks."""
+        process = self._ranks[0].process
+        if process is not None:
+            process.send_signal(signal.SIGINT)
+
+    def _lost_error(self, number: int, name: str) -> RankLost:
         process = self._ranks[number].process
         if process is None:
-            return InfraError(
+            return RankLost(
                 f"{self._describe(number)} was lost in the {name}.", "The log of that host's worker has its last lines."
             )
         with suppress(subprocess.TimeoutExpired):
-            process.wait(1.0)
+            process.wait(END_SECONDS)
         code = process.returncode
         how = "" if code is None else f" with signal {-code}" if code < 0 else f" with exit code {code}"
-        return InfraError(f"{self._describe(number)} ended in the {name}{how}.", "The worker's log has its last lines.")
+        return RankLost(f"{self._describe(number)} ended in the {name}{how}.", "The worker's log has its last lines.")
 
     def _describe(self, number: int) -> str:
         host = self._ranks[number].host

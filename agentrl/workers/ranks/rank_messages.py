@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from agentrl.workflow import errors
-from agentrl.workflow.errors import AgentRLError, DeviceLost, InfraError
+from agentrl.workflow.errors import AgentRLError, DeviceLost, RankLost
 from agentrl.workflow.training.reports import Update
 from agentrl.workflow.trajectory import Episode, Group, Message, Step, Task
 
@@ -117,13 +117,13 @@ def encode_error(error: BaseException) -> dict[str, str]:
 
 
 def decode_error(values: Mapping[str, str], rank: int, host: str = "") -> AgentRLError:
-    """Return the error that a rank reported. The error becomes an InfraError if its class is not one of agentrl's, or if the
+    """Return the error that a rank reported. The error becomes a RankLost if its class is not one of agentrl's, or if the
     rank lost its device.
 
     A lost device ends only the rank's process. The worker's own device still works. `host` is the name of the rank's host, if
     that is another host.
     """
-    kind = getattr(errors, values["class"], InfraError) if values["class"] else InfraError
+    kind = getattr(errors, values["class"], RankLost) if values["class"] else RankLost
     message = values["message"] if values["class"] else f"Rank {rank} failed: {values['message']}"
     error: AgentRLError = kind(f"On {host}: {message}" if host else message, values["hint"])
     return error

@@ -1,5 +1,8 @@
-"""The commands of a rank: load a state, update, save. Each command returns the value that the rank sends as its reply."""
+"""The commands of a rank: load a state, update, save; or a complete training of `sft` or `dpo`. Each command returns the value
+that the rank sends as its reply.
+"""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.models.parameters import count_parameters
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import settings
-from agentrl.workflow.training.ranks import Ranks
+from agentrl.workflow.training.ranks import Ranks, sum_weights
 from agentrl.workflow.training.trainer import Trainer
 
 
@@ -20,21 +23,32 @@ class RankServer:
 
     Args:
         has_other_hosts: whether some ranks are on other hosts. This host may then lack a folder that the train worker has.
+        report: sends a line of JSON with the progress of a training.
     """
 
-    def __init__(self, ranks: Ranks, device: str, has_other_hosts: bool) -> None:
+    def __init__(self, ranks: Ranks, device: str, has_other_hosts: bool, report: Callable[[Mapping[str, Any]], None]) -> None:
         self._ranks = ranks
         self._device = device
         self._has_other_hosts = has_other_hosts
+        self._report = report
         self._key = ""
         self._policy: Policy | None = None
         self._trainer: Trainer | None = None
 
     def run(self, command: RankCommand) -> Any:
-        """Run the `Trainer`'s method with the command's name, and return its result as JSON. Raise what the method raises."""
-        if command.name == "update":
-            return self._update(command)
-        return self._save(**command.arguments) if command.name == "save" else self._load(**command.arguments)
+        """Run the command, and return its result as JSON. Raise what it raises.
+
+        `load`, `update` and `save` call the `Trainer`'s method of that name. `training` runs `sft` or `dpo`. `start` does
+        nothing: its reply says that this rank has joined the others.
+        """
+        commands: Mapping[str, Callable[[], Any]] = {
+            "start": lambda: None,
+            "load": lambda: self._load(**command.arguments),
+            "update": lambda: self._update(command),
+            "save": lambda: self._save(**command.arguments),
+            "training": lambda: self._train(command),
+        }
+        return commands[command.name]()
 
     def _load(self, config: Any, base: str, base_hash: str, iterations: int, folder: str | None, fresh: bool) -> dict[str, Any]:
         run = Experiment.load(config).config
@@ -48,12 +62,16 @@ class RankServer:
         with policy.training() as module:
             return {"parameters": str(count_parameters(module))}
 
+    @property
+    def _threads(self) -> int:
+        """The CPU threads of this process; 0: torch's choice."""
+        return settings().threads if self._device.startswith("cuda") else torch.get_num_threads()
+
     def _load_policy(self, options: str, run: Any, base: str, base_hash: str) -> Policy:
         key = f"{base}|{base_hash}|{options}"
         if self._policy is None or self._key != key:
             self._policy, self._key = None, ""  # frees its memory first
-            threads = 0 if self._device.startswith("cuda") else torch.get_num_threads()
-            self._policy = Policy.load(run.model, base, self._device, threads or settings().threads)
+            self._policy = Policy.load(run.model, base, self._device, self._threads)
             if self._policy.base_hash != base_hash:
                 raise ModelError(f"The files of the model in {base!r} changed while they were loaded.", "Submit a new run.")
             self._key = key
@@ -61,16 +79,18 @@ class RankServer:
 
     def _update(self, command: RankCommand) -> dict[str, Any]:
         assert self._trainer is not None
+        assert self._policy is not None
         groups = decode_groups(command.arguments["groups"], command.tensors)
         update = self._trainer.update(groups, command.arguments["iteration"])
-        return {"update": encode_update(update), "learning_rate": self._trainer.learning_rate, "weights": self._sum_weights()}
-
-    def _sum_weights(self) -> float:
-        """Return the sum of all trained weights. It is equal on all ranks, unless a device computes something else."""
-        assert self._policy is not None
-        return float(sum(parameter.detach().double().sum() for parameter in self._policy.trainable().values()))
+        weights = sum_weights(self._policy.trainable().values())
+        return {"update": encode_update(update), "learning_rate": self._trainer.learning_rate, "weights": weights}
 
     def _save(self, folder: str) -> list[str]:
         """Write the checkpoint's files. All ranks have the same state, so only rank 0 writes."""
         assert self._trainer is not None
         return list(self._trainer.save(Path(folder))) if self._ranks.rank == 0 else []
+
+    def _train(self, command: RankCommand) -> dict[str, Any]:
+        from agentrl.workers.ranks.training_command import run_training  # here and not above: updates do not need it
+
+        return run_training(command, self._ranks, self._device, self._threads, self._report)

@@ -20,19 +20,23 @@ def pick_device(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def devices_of_ranks(number: int | Literal["auto"], device: str, numerics: str, hosts: int = 1) -> list[str]:
-    """Return the device of each rank of an update on this machine. One device of one host means that the worker trains by
+def devices_of_ranks(
+    number: int | Literal["auto"], device: str, numerics: str, hosts: int = 1, option: str = "-s update.devices="
+) -> list[str]:
+    """Return the device of each rank of a training on this machine. One device of one host means that this process trains by
     itself.
 
     Args:
-        number: `update.devices`. `auto` takes all GPUs of this machine that torch can use.
+        number: the number of devices. `auto` takes all GPUs of this machine that torch can use.
         device: AGENTRL_DEVICE.
         numerics: `model.numerics`; `exact` computes on the CPU.
         hosts: `update.hosts`. With several hosts, `auto` is not returned: a device is `cpu` or a card, such as `cuda:0`.
+        option: the option that sets `number`, for messages.
 
     Raises:
         ConfigError: this machine does not have so many devices.
     """
+    name = option.removeprefix("-s ")
     if number == 1 and hosts == 1:
         return [device]
     if device == "cpu" or numerics == "exact":
@@ -40,7 +44,7 @@ def devices_of_ranks(number: int | Literal["auto"], device: str, numerics: str, 
     if device not in ("auto", "cuda"):
         if number in (1, "auto"):
             return [device]
-        message = f"update.devices={number} needs {number} devices, and AGENTRL_DEVICE={device} names one."
+        message = f"{name}{number} needs {number} devices, and AGENTRL_DEVICE={device} names one."
         raise ConfigError(message, "Set AGENTRL_DEVICE=cuda. Choose the cards with CUDA_VISIBLE_DEVICES.")
     gpus = torch.cuda.device_count()
     if number == "auto" and hosts == 1:
@@ -49,10 +53,8 @@ def devices_of_ranks(number: int | Literal["auto"], device: str, numerics: str, 
         return ["cpu"]
     wanted = max(1, gpus) if number == "auto" else number
     if wanted > gpus:
-        message = f"update.devices={number} needs {wanted} GPUs, and torch can use {gpus or 'none'} on this machine."
-        more = (
-            f"Pass -s update.devices={gpus}." if gpus else "Set AGENTRL_DEVICE=cpu to train with so many processes on the CPU."
-        )
+        message = f"{name}{number} needs {wanted} GPUs, and torch can use {gpus or 'none'} on this machine."
+        more = f"Pass {option}{gpus}." if gpus else "Set AGENTRL_DEVICE=cpu to train with so many processes on the CPU."
         raise ConfigError(message, more)
     return [f"cuda:{card}" for card in range(wanted)]
 

@@ -14,8 +14,10 @@ from typing import Any
 from agentrl.workflow.config import DatasetConfig
 from agentrl.workflow.dataset_rows.json_objects import read_object
 from agentrl.workflow.dataset_rows.sources import read_source
+from agentrl.workflow.datasets import Dataset, is_rows
 from agentrl.workflow.datasets.jsonl import add_problem, malformed_error, only_one_of, plain_text, prefer_mapped, read_messages
 from agentrl.workflow.errors import DatasetError
+from agentrl.workflow.plugins import find
 from agentrl.workflow.trajectory import Message
 
 QUESTIONS = ("question", "prompt")
@@ -30,6 +32,16 @@ class Demonstration:
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+
+
+def find_demonstrations(config: DatasetConfig) -> Dataset | list[Demonstration]:
+    """Return the demonstrations of rows, or a dataset that is a plug-in. Raise ConfigError if there is no such plug-in. Raise
+    DatasetError as `read_demonstrations` does.
+    """
+    if is_rows(config.name):
+        return read_demonstrations(config)
+    dataset: Dataset = find("datasets", config.name)
+    return dataset
 
 
 def read_demonstrations(config: DatasetConfig) -> list[Demonstration]:

@@ -27,6 +27,7 @@ from torch import nn
 from agentrl.workflow import checkpoints
 from agentrl.workflow.errors import BrokenCheckpoint, CheckpointError, ConflictError
 from agentrl.workflow.training.optimizer import LossScale, optimizer_state, set_optimizer_state
+from agentrl.workflow.training.ranks import ALONE, Ranks
 
 AGAIN_HINT = "type the same command again"
 INTERRUPTED_HINT = "To continue that training, type its command again. To start a new one, pass --force."
@@ -40,10 +41,11 @@ MAX_STATE = 1 << 16
 
 
 @contextmanager
-def catch_interrupt() -> Iterator[Callable[[], bool]]:
+def catch_interrupt(react: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
     """Catch the first Ctrl-C, so the current step can be completed; a second Ctrl-C ends the process at once.
 
     The context yields a function that returns True after the first Ctrl-C. Outside of the main thread it always returns False.
+    `react` is called at the first Ctrl-C.
     """
     pressed = False
     if threading.current_thread() is not threading.main_thread():  # only that one hears of it
@@ -54,6 +56,7 @@ def catch_interrupt() -> Iterator[Callable[[], bool]]:
         nonlocal pressed
         pressed = True
         signal.signal(signal.SIGINT, before)
+        react()
 
     before = signal.signal(signal.SIGINT, note)
     try:
@@ -147,13 +150,13 @@ class Resumable:
 
 @contextmanager
 def open_resumable(
-    target: Path, key: str, every: int | None, overwrite: bool, clock: datetime | None = None
+    target: Path, key: str, every: int | None, overwrite: bool, clock: datetime | None = None, ranks: Ranks = ALONE
 ) -> Iterator[Resumable]:
     """Lock the training of the model `target`, and yield its progress.
 
     Remove its checkpoint if the context ends without an exception. Raise ConflictError if another process makes that model, or
     another training of that model was interrupted. Raise CheckpointError if the checkpoint is broken, or the folder cannot be
-    written.
+    written. Raise RankLost if the ranks have different keys.
 
     Args:
         key: see `Resumable`.
@@ -161,8 +164,13 @@ def open_resumable(
         overwrite: whether to remove the checkpoint if it is broken or belongs to another training. If False, this raises an
             exception.
         clock: see `Resumable`; `rendering_clock` returns it.
+        ranks: the ranks that train together. Rank 0 locks, checks and removes; the others only read what it leaves.
     """
     place = _place(target)
+    if ranks.rank:
+        ranks.agree(key, "examples, models or options")
+        yield Resumable(place / LAST, key, every, clock)
+        return
     with _lock_folder(place, target):
         last = place / LAST
         checkpoints.repair_folder(last)
@@ -173,20 +181,23 @@ def open_resumable(
             if not overwrite:
                 raise
             resumable.drop()
+        ranks.agree(key, "examples, models or options")
         yield resumable
         shutil.rmtree(place, ignore_errors=True)
 
 
-def rendering_clock(target: Path) -> datetime:
-    """Return the time that chat templates use to render a training's examples, in UTC.
+def rendering_clock(target: Path, overwrite: bool = False, ranks: Ranks = ALONE) -> datetime:
+    """Return the time that chat templates use to render a training's examples, in UTC. It is the same on all ranks.
 
-    It is the time of the interrupted training of the model `target`, or now if none was interrupted. A chat template may print
-    the date. With the stored time, a training that continues after midnight has the same examples and the same key.
+    It is the time of the interrupted training of the model `target`, or now if none was interrupted or `overwrite` is True. A
+    chat template may print the date. With the stored time, a training that continues after midnight has the same examples and
+    the same key.
     """
-    try:
-        return datetime.fromisoformat(_read_state(_place(target) / LAST)["clock"]).astimezone(UTC)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return datetime.now(UTC)
+    clock = datetime.now(UTC)
+    if not overwrite:
+        with suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            clock = datetime.fromisoformat(_read_state(_place(target) / LAST)["clock"]).astimezone(UTC)
+    return datetime.fromisoformat(ranks.gather(clock.isoformat())[0])
 
 
 def _place(target: Path) -> Path:

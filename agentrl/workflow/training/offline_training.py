@@ -28,9 +28,10 @@ from agentrl.workflow.training.merging import merge_weights, write_model
 from agentrl.workflow.training.offline_checkpoint import Resumable, catch_interrupt
 from agentrl.workflow.training.oom_backoff import OomBackoff
 from agentrl.workflow.training.optimizer import LossScale, make_optimizer, take_step
+from agentrl.workflow.training.ranks import ALONE, Ranks
 from agentrl.workflow.training.reports import Metrics, add_up
 from agentrl.workflow.training.row_scorer import seed_dropout
-from agentrl.workflow.training.training_rows import Row, collate, rows_of, size
+from agentrl.workflow.training.training_rows import Row, collate, row_tokens, rows_of, size
 from agentrl.workflow.trajectory import Episode, PolicyRef
 
 T = TypeVar("T")
@@ -171,6 +172,10 @@ class Objective(Generic[T]):
     terms: Callable[[Sequence[T], Sequence[Tensor]], Mapping[str, Tensor]]
     temperature: float = 1.0
 
+    def tokens(self, example: T) -> int:
+        """Return the number of tokens of an example."""
+        return sum(map(row_tokens, self.rows(example)))
+
 
 @dataclass(frozen=True, slots=True)
 class Learner:
@@ -248,18 +253,21 @@ def train(
     progress: ProgressListener = SILENT,
     held_out: Sequence[T] = (),
     resumable: Resumable | None = None,
+    ranks: Ranks = ALONE,
 ) -> Metrics:
     """Train the module's trainable parameters in place. Return the metrics of the last step.
 
     Args:
         held_out: examples whose loss is measured about ten times during the training and at its end, as the metric `held_out`.
         resumable: the checkpoint to continue from and to write; None: the training cannot be continued.
+        ranks: the ranks that train together. All of them call this function with the same arguments. Only rank 0 writes.
 
     Raises:
         ModelError: the loss or the gradient is no longer finite.
         CheckpointError: a checkpoint cannot be read or written.
         InfraError: memory does not suffice for one example, or for the optimizer's moments.
         DeviceLost: the GPU failed. The last checkpoint is unchanged.
+        RankLost: the ranks have different weights.
         Stopped: Ctrl-C was pressed. With `resumable`, a checkpoint has been written.
     """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -267,62 +275,73 @@ def train(
     optimizer = make_optimizer(recipe.optimizer, parameters, recipe.learning_rate, BETAS, WEIGHT_DECAY)
     loss_scale = LossScale(module)
     done = resumable.load(parameters, optimizer, loss_scale) if resumable else 0
+    writer = resumable if ranks.rank == 0 else None
+    ranks.compare_weights(parameters.values())
     order = batches(len(examples), recipe.batch_size, recipe.seed)
     backoff = backoff_over_rows(objective.rows, at_least=recipe.gradient_accumulation_steps, apart=keeps_apart(module))
     metrics: Metrics = {}
-    progress.begins(count_parameters(module), recipe.steps, done)
     module.train()
     with catch_interrupt() as stop:
+        progress.begins(count_parameters(module), recipe.steps, done)
         for step, numbers in islice(enumerate(order), done, recipe.steps):
             for group in optimizer.param_groups:
                 group["lr"] = recipe.learning_rate * schedule(step, recipe.steps)
             batch = [examples[number] for number in numbers]
             repeats = True
             while repeats:
-                with seed_dropout(f"{recipe.seed}|{step}", device):
-                    metrics = accumulate(module, batch, objective, backoff, loss_scale.factor)
+                with seed_dropout(ranks.dropout_key(f"{recipe.seed}|{step}"), device):
+                    metrics = accumulate(module, batch, objective, backoff, loss_scale.factor, ranks)
                 loss_scale.unscale(parameters.values())
                 norm = float(nn.utils.clip_grad_norm_(parameters.values(), 1.0))
                 repeats = loss_scale.must_repeat(metrics["loss"], norm)
             if not math.isfinite(metrics["loss"]) or not math.isfinite(norm):
-                if resumable:
-                    resumable.drop()
+                if writer:
+                    writer.drop()
+                ranks.gather(None)  # a rank that raises ends all others
                 message = (
                     f"In step {step + 1} the loss is {metrics['loss']:g} and the gradient's norm {norm:g}; nothing was written."
                 )
                 raise ModelError(message, "Pass a lower --learning-rate.")
             take_step(optimizer, parameters)
             if held_out and (step + 1 == recipe.steps or (step + 1) % max(1, recipe.steps // 10) == 0):
-                metrics = {**metrics, "held_out": measure(module, held_out, objective, backoff)}
-            stopped = stop() and step + 1 < recipe.steps
-            if resumable:
-                resumable.save_if_due(step + 1, recipe.steps, parameters, optimizer, loss_scale, now=stopped)
-            progress.step(
-                step + 1, recipe.steps, sum(len(row.input_ids) for one in batch for row in objective.rows(one)), metrics
-            )
+                metrics = {**metrics, "held_out": measure(module, held_out, objective, backoff, ranks)}
+            stopped = any(ranks.gather(stop())) and step + 1 < recipe.steps
+            if writer:
+                writer.save_if_due(step + 1, recipe.steps, parameters, optimizer, loss_scale, now=stopped)
+            progress.step(step + 1, recipe.steps, sum(map(objective.tokens, batch)), metrics)
             if stopped:
                 goes_on = "the same command goes on there" if resumable else "nothing was written"
                 raise Stopped(f"Stopped after step {step + 1} of {recipe.steps}; {goes_on}.")
     module.eval()
+    ranks.compare_weights(parameters.values())
     return metrics
 
 
 def accumulate(
-    module: nn.Module, batch: Sequence[T], objective: Objective[T], backoff: OomBackoff[T], factor: float = 1.0
+    module: nn.Module,
+    batch: Sequence[T],
+    objective: Objective[T],
+    backoff: OomBackoff[T],
+    factor: float = 1.0,
+    ranks: Ranks = ALONE,
 ) -> Metrics:
     """Compute the gradient of a batch's loss times `factor`, and return the batch's metrics.
 
-    The gradient does not depend on how the batch is split into pieces.
+    The gradient does not depend on how the batch is split into pieces, or on how its examples are dealt to ranks.
     """
     whole = sum(map(objective.weight, batch))
-    for attempt in backoff.attempts(batch):
+    for attempt in backoff.attempts(ranks.deal(batch, objective.tokens)):
         module.zero_grad(set_to_none=True)
         with attempt as pieces:
-            metrics = add_up(_backward(module, piece, objective, whole, factor) for piece in pieces)
-    return metrics
+            metrics = add_up(_backward(module, piece, objective, whole, factor, ranks) for piece in pieces)
+    ranks.add_gradients(parameter for parameter in module.parameters() if parameter.requires_grad)
+    return ranks.add_sums(metrics)
 
 
-def _backward(module: nn.Module, examples: Sequence[T], objective: Objective[T], whole: float, factor: float) -> Metrics:
+def _backward(
+    module: nn.Module, examples: Sequence[T], objective: Objective[T], whole: float, factor: float, ranks: Ranks
+) -> Metrics:
+    ranks.report_progress()
     terms = objective.terms(examples, row_logprob_sums(module, examples, objective))
     shares = {name: value / whole for name, value in terms.items()}
     (shares["loss"] * factor).backward()  # type: ignore[no-untyped-call]
@@ -330,14 +349,19 @@ def _backward(module: nn.Module, examples: Sequence[T], objective: Objective[T],
 
 
 @torch.no_grad()
-def measure(module: nn.Module, examples: Sequence[T], objective: Objective[T], backoff: OomBackoff[T]) -> float:
+def measure(
+    module: nn.Module, examples: Sequence[T], objective: Objective[T], backoff: OomBackoff[T], ranks: Ranks = ALONE
+) -> float:
     """Return the loss of these examples, without learning from them."""
     module.eval()
-    for attempt in backoff.attempts(examples):
+    for attempt in backoff.attempts(ranks.deal(examples, objective.tokens)):
+        loss = 0.0
         with attempt as pieces:
-            loss = sum(float(objective.terms(some, row_logprob_sums(module, some, objective))["loss"]) for some in pieces)
+            for some in pieces:
+                ranks.report_progress()
+                loss += float(objective.terms(some, row_logprob_sums(module, some, objective))["loss"])
     module.train()
-    return loss / sum(map(objective.weight, examples))
+    return ranks.add_sums({"loss": loss})["loss"] / sum(map(objective.weight, examples))
 
 
 def row_logprob_sums(module: nn.Module, examples: Sequence[T], objective: Objective[T]) -> list[Tensor]:
@@ -375,6 +399,8 @@ def backoff_over_rows(
         return (packing.packed_size if apart else size)([row for example in piece for row in rows(example)])
 
     def cut(examples: Sequence[T], tokens: int) -> list[list[T]]:
+        if not examples:
+            return []
         max_examples = max(1, len(examples) // at_least)
         if extent(examples) <= tokens and len(examples) <= max_examples:
             return [list(examples)]
@@ -406,8 +432,13 @@ def batches(rows: int, size: int, seed: int) -> Iterator[list[int]]:
         yield from (order[i : i + size] for i in range(0, rows, size))
 
 
-def save(learner: Learner, trained_model: TrainedModel, source: Mapping[str, Any]) -> TrainedModel:
-    """Write the model folder atomically, with the record of its origin. Raise CheckpointError if writing failed."""
+def save(learner: Learner, trained_model: TrainedModel, source: Mapping[str, Any], ranks: Ranks = ALONE) -> TrainedModel:
+    """Write the model folder atomically, with the record of its origin. Raise CheckpointError if writing failed.
+
+    Only rank 0 writes. The argument `trained_model` is returned.
+    """
+    if ranks.rank:
+        return trained_model
     module = merge_weights(learner.policy) if learner.policy else learner.module
     details = {
         "tool_format": learner.chat.manner.tool_format.name,

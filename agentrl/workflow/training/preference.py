@@ -44,6 +44,7 @@ from agentrl.workflow.training.offline_training import (
 )
 from agentrl.workflow.training.oom_backoff import OomBackoff
 from agentrl.workflow.training.optimizer import check_optimizer
+from agentrl.workflow.training.ranks import ALONE, Ranks
 from agentrl.workflow.training.training_rows import Row
 from agentrl.workflow.trajectory import Episode
 
@@ -92,6 +93,7 @@ def dpo(
     overwrite: bool = False,
     save_every: int | None = None,
     progress: ProgressListener = SILENT,
+    ranks: Ranks = ALONE,
 ) -> TrainedModel:
     """Train a run's model to prefer the first episode of each pair to the second, and save the model.
 
@@ -104,6 +106,7 @@ def dpo(
         recipe: None: `PASSES` passes over the pairs at a learning rate of 1e-4.
         overwrite: whether an existing target is replaced.
         save_every: the number of steps from one checkpoint to the next; see `offline_checkpoint.Resumable`.
+        ranks: the ranks that train together. All of them call this function with the same arguments, except the device.
 
     Raises:
         ConflictError: the target exists, and `overwrite` is False.
@@ -128,17 +131,18 @@ def dpo(
     examples = [pair for _, pair in both]
     objective = preference_objective(beta, start.temperature)
     differences = (
-        sampler_differences(examples) if reference == "sampler" else model_differences(learner.module, examples, objective)
+        sampler_differences(examples)
+        if reference == "sampler"
+        else model_differences(learner.module, examples, objective, ranks)
     )
     examples = [PreferencePair(pair.chosen, pair.rejected, value) for pair, value in zip(examples, differences, strict=True)]
     ids = [[better.id, worse.id] for (better, worse), _ in both]
     source = start.record("dpo") | {"beta": beta, "reference": reference, "pairs": ids}
     key = training_key(learner, recipe, source, [pair.rows for pair in examples])
-    with open_resumable(target, key, save_every, overwrite) as resumable:
-        metrics = train(learner.module, examples, recipe, objective, progress, resumable=resumable)
-        return save(
-            learner, TrainedModel(target, recipe, len(both), +Counter({EMPTY: len(pairs) - len(both)}), metrics), source
-        )
+    with open_resumable(target, key, save_every, overwrite, ranks=ranks) as resumable:
+        metrics = train(learner.module, examples, recipe, objective, progress, resumable=resumable, ranks=ranks)
+        trained_model = TrainedModel(target, recipe, len(both), +Counter({EMPTY: len(pairs) - len(both)}), metrics)
+        return save(learner, trained_model, source, ranks)
 
 
 def dpo_loss(difference: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -189,16 +193,23 @@ def _recorded_logprob(rows: Sequence[Row]) -> float:
 
 
 @torch.no_grad()
-def model_differences(module: nn.Module, pairs: Sequence[PreferencePair], objective: Objective[PreferencePair]) -> list[float]:
-    """Compute (N,): for each pair, chosen minus rejected logprob in nats, without dropout."""
+def model_differences(
+    module: nn.Module, pairs: Sequence[PreferencePair], objective: Objective[PreferencePair], ranks: Ranks = ALONE
+) -> list[float]:
+    """Compute (N,): for each pair, chosen minus rejected logprob in nats, without dropout.
+
+    Each rank reads some of the pairs, and all get the values of all pairs.
+    """
     module.eval()
     backoff: OomBackoff[int] = backoff_over_rows(lambda number: pairs[number].rows, apart=keeps_apart(module))
-    for attempt in backoff.attempts(range(len(pairs))):
+    for attempt in backoff.attempts(ranks.deal(range(len(pairs)), lambda number: objective.tokens(pairs[number]))):
         differences: dict[int, float] = {}
         with attempt as pieces:
             for numbers in pieces:
+                ranks.report_progress()
                 some = [pairs[number] for number in numbers]
                 differences |= zip(
                     numbers, pair_differences(some, row_logprob_sums(module, some, objective)).tolist(), strict=True
                 )
-    return [differences[number] for number in range(len(pairs))]
+    values = torch.tensor([differences.get(number, 0.0) for number in range(len(pairs))], dtype=torch.float64)
+    return list(ranks.add_values(values).tolist())

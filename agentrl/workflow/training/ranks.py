@@ -1,4 +1,4 @@
-"""Data-parallel ranks: several processes that make one update together, each with the whole model and some of the rows.
+"""Data-parallel ranks: several processes that make one optimizer step together, each with the whole model and some of the rows.
 
 A rank computes the gradient of its rows. Losses are divided by the counts of the complete minibatch (`losses.Normaliser`), so
 the sum of the ranks' gradients is the gradient of the minibatch. Each rank then takes the same optimizer step. No rank waits
@@ -9,19 +9,22 @@ ranks only wait longer.
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from agentrl.workflow.errors import RankLost
 from agentrl.workflow.training.reports import Metrics, add_up
-from agentrl.workflow.training.training_rows import Row
+
+T = TypeVar("T")
 
 BUCKET_ELEMENTS = 2**24
 """The most elements of gradients that are added up in one call, so that the copy needs little memory."""
 
-MAX_SUMS_BYTES = 2**14
-"""The size of the buffer in which a rank sends its sums of metrics, as JSON."""
+MAX_VALUE_BYTES = 2**14
+"""The size of the buffer in which a rank sends a value, such as its sums of metrics, as JSON."""
 
 
 def _ignore() -> None:
@@ -30,7 +33,7 @@ def _ignore() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The place of this process among the ranks of an update. All ranks call the same methods in the same order.
+    """The place of this process among the ranks of a training. All ranks call the same methods in the same order.
 
     With `count` 1, every method returns its argument, and nothing is sent. With a larger `count`, torch's process group must
     exist.
@@ -45,18 +48,23 @@ class Ranks:
     count: int = 1
     report_progress: Callable[[], None] = _ignore
 
-    def deal(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Return the rows that this rank reads; it may have none. The ranks have about the same number of tokens.
+    def deal(self, items: Sequence[T], size: Callable[[T], int]) -> Sequence[T]:
+        """Return the items that this rank reads; it may have none. The ranks have about the same number of tokens.
 
-        The longest rows are dealt first, each to the rank with the fewest tokens. So rank 0 always has a row.
+        The longest items are dealt first, each to the rank with the fewest tokens. So rank 0 always has an item.
+
+        Args:
+            items: training rows, or examples.
+            size: a function that returns an item's number of tokens.
         """
         if self.count == 1:
-            return rows
-        tokens, dealt = [0] * self.count, {}
-        for row in sorted(rows, key=lambda row: (-len(row.input_ids), row.key)):
-            dealt[row.key] = rank = tokens.index(min(tokens))
-            tokens[rank] += len(row.input_ids)
-        return [row for row in rows if dealt[row.key] == self.rank]
+            return items
+        sizes = [size(item) for item in items]
+        tokens, dealt = [0] * self.count, [0] * len(items)
+        for place in sorted(range(len(items)), key=lambda place: (-sizes[place], place)):
+            dealt[place] = rank = tokens.index(min(tokens))
+            tokens[rank] += sizes[place]
+        return [item for item, rank in zip(items, dealt, strict=True) if rank == self.rank]
 
     def dropout_key(self, key: str) -> str:
         """Return the key of this rank's dropout masks. Rank 0 uses the same masks as a process that trains alone."""
@@ -87,18 +95,37 @@ class Ranks:
 
     def add_sums(self, sums: Metrics) -> dict[str, float]:
         """Combine the ranks' sums of metrics as `add_up` does, in the order of the ranks. The sums of a rank may be empty."""
+        return add_up(self.gather(dict(sums)))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Wait for all ranks, and return the value of each, by rank. A value can be written as JSON."""
         if self.count == 1:
-            return dict(sums)
-        data = json.dumps(dict(sums)).encode()
-        if len(data) > MAX_SUMS_BYTES:
-            raise ValueError(f"the sums of metrics have {len(data)} bytes, and at most {MAX_SUMS_BYTES} can be sent")
-        buffers = [torch.empty(MAX_SUMS_BYTES, dtype=torch.uint8) for _ in range(self.count)]
-        dist.all_gather(buffers, torch.frombuffer(bytearray(data.ljust(MAX_SUMS_BYTES)), dtype=torch.uint8))
-        return add_up(json.loads(buffer.numpy().tobytes()) for buffer in buffers)
+            return [value]
+        data = json.dumps(value).encode()
+        if len(data) > MAX_VALUE_BYTES:
+            raise ValueError(f"the value has {len(data)} bytes, and at most {MAX_VALUE_BYTES} can be sent")
+        buffers = [torch.empty(MAX_VALUE_BYTES, dtype=torch.uint8) for _ in range(self.count)]
+        dist.all_gather(buffers, torch.frombuffer(bytearray(data.ljust(MAX_VALUE_BYTES)), dtype=torch.uint8))
+        return [json.loads(buffer.numpy().tobytes()) for buffer in buffers]
+
+    def agree(self, value: Any, what: str) -> None:
+        """Wait for all ranks. Raise RankLost if their values, which the text `what` names, differ."""
+        if any(other != value for other in self.gather(value)):
+            raise RankLost(f"The {self.count} ranks have different {what}.", "Check the devices of the ranks.")
+
+    def compare_weights(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Wait for all ranks. Raise RankLost if their weights differ."""
+        if self.count > 1:
+            self.agree(sum_weights(parameters), "weights")
 
 
 ALONE = Ranks()
 """A process that trains without others."""
+
+
+def sum_weights(parameters: Iterable[nn.Parameter]) -> float:
+    """Return the sum of all weights. It is equal on all ranks, unless a device computes something else."""
+    return float(sum(parameter.detach().sum(dtype=torch.float64) for parameter in parameters))
 
 
 def _sum_dtype(gradient: Tensor) -> torch.dtype:

@@ -18,7 +18,15 @@ from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training.losses import k3
 from agentrl.workflow.training.oom_backoff import OomBackoff
 from agentrl.workflow.training.ranks import ALONE, Ranks
-from agentrl.workflow.training.training_rows import Microbatch, Row, TokenLayout, collate, microbatches, size
+from agentrl.workflow.training.training_rows import (
+    Microbatch,
+    Row,
+    TokenLayout,
+    collate,
+    microbatches,
+    row_tokens,
+    size,
+)
 from agentrl.workflow.training.update_cost import UpdateCost
 
 NO_ROOM = "Set update.gradient_checkpointing=true or model.load_in_4bit=true, or lower rollout.max_new_tokens."
@@ -92,7 +100,7 @@ class RowScorer:
         Both are flat, (tokens,), and 0 for tokens that are not in `rows`. The values are None without a critic. Each rank reads
         some of the rows, and all get the values of all rows.
         """
-        for attempt in self.oom_backoff.attempts(self._ranks.deal(rows)):
+        for attempt in self.oom_backoff.attempts(self._ranks.deal(rows, row_tokens)):
             logprobs: list[Tensor] = []
             values: list[Tensor] = []
             with attempt as microbatches, module() as model, torch.no_grad():

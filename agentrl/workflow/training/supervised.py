@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 
@@ -48,6 +47,7 @@ from agentrl.workflow.training.offline_training import (
     training_key,
 )
 from agentrl.workflow.training.optimizer import check_optimizer
+from agentrl.workflow.training.ranks import ALONE, Ranks
 from agentrl.workflow.training.training_rows import Row
 from agentrl.workflow.trajectory import Episode, Message, Task
 
@@ -94,6 +94,7 @@ def sft(
     overwrite: bool = False,
     save_every: int | None = None,
     progress: ProgressListener = SILENT,
+    ranks: Ranks = ALONE,
 ) -> TrainedModel:
     """Fine-tune a model on a dataset's demonstrations and save it.
 
@@ -108,6 +109,7 @@ def sft(
         start: a run's policy to start from; `model` is then the policy's base.
         overwrite: whether an existing target is replaced.
         save_every: the number of steps from one checkpoint to the next. A killed training continues from the last checkpoint.
+        ranks: the ranks that train together. All of them call this function with the same arguments, except the device.
 
     Raises:
         ConflictError: `overwrite` is False, and the target exists or another training of it was interrupted.
@@ -127,7 +129,7 @@ def sft(
         learner = (
             _make_tiny(dataset, recipe, device, config) if model == TINY else _load_existing(model, config, device, threads)
         )
-    clock = datetime.now(UTC) if overwrite else rendering_clock(target)
+    clock = rendering_clock(target, overwrite, ranks)
     learner = replace(learner, chat=learner.chat.at(clock))
     recipe = recipe or default_recipe(model, learner.kind == "full")
     limit = None if epochs else recipe.steps * recipe.batch_size
@@ -147,9 +149,9 @@ def sft(
     source = start.record("sft") if start else {"stage": "sft", "base": model}
     source |= {"env": dataset.env} if isinstance(dataset, Dataset) else {}
     key = training_key(learner, recipe, source, [*learned, *held_out])
-    with open_resumable(target, key, save_every, overwrite, clock) as resumable:
-        metrics = train(learner.module, learned, recipe, likelihood_objective(), progress, held_out, resumable)
-        return save(learner, TrainedModel(target, recipe, len(learned), +left_out, metrics), source)
+    with open_resumable(target, key, save_every, overwrite, clock, ranks) as resumable:
+        metrics = train(learner.module, learned, recipe, likelihood_objective(), progress, held_out, resumable, ranks)
+        return save(learner, TrainedModel(target, recipe, len(learned), +left_out, metrics), source, ranks)
 
 
 @translate_device_lost()
@@ -164,6 +166,7 @@ def sft_on_episodes(
     overwrite: bool = False,
     save_every: int | None = None,
     progress: ProgressListener = SILENT,
+    ranks: Ranks = ALONE,
 ) -> TrainedModel:
     """Fine-tune a run's model on the sampled tokens of these episodes, and save the model.
 
@@ -174,6 +177,7 @@ def sft_on_episodes(
         recipe: None: `PASSES` passes over the episodes at a learning rate of 1e-4.
         overwrite: whether an existing target is replaced.
         save_every: the number of steps from one checkpoint to the next; see `offline_checkpoint.Resumable`.
+        ranks: see `sft`.
 
     Raises:
         ConflictError: the target exists, and `overwrite` is False.
@@ -193,14 +197,13 @@ def sft_on_episodes(
     learner = load_learner(start, device, threads)
     examples = [example for _, example in examples_by_id]
     source = start.record("sft") | {"episodes": [number for number, _ in examples_by_id]}
-    with open_resumable(target, training_key(learner, recipe, source, examples), save_every, overwrite) as resumable:
-        metrics = train(
-            learner.module, examples, recipe, likelihood_objective(start.temperature), progress, resumable=resumable
-        )
+    key, objective = training_key(learner, recipe, source, examples), likelihood_objective(start.temperature)
+    with open_resumable(target, key, save_every, overwrite, ranks=ranks) as resumable:
+        metrics = train(learner.module, examples, recipe, objective, progress, resumable=resumable, ranks=ranks)
         trained_model = TrainedModel(
             target, recipe, len(examples_by_id), +Counter({EMPTY: len(episodes) - len(examples_by_id)}), metrics
         )
-        return save(learner, trained_model, source)
+        return save(learner, trained_model, source, ranks)
 
 
 def likelihood_objective(temperature: float = 1.0) -> Objective[Example]:

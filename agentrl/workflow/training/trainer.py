@@ -45,7 +45,7 @@ from agentrl.workflow.training.prepared_update import Minibatch, PreparedUpdate,
 from agentrl.workflow.training.ranks import ALONE, Ranks
 from agentrl.workflow.training.reports import Metrics, Update, UpdatePreview, add_up
 from agentrl.workflow.training.row_scorer import RowScorer, seed_dropout
-from agentrl.workflow.training.training_rows import Row
+from agentrl.workflow.training.training_rows import Row, row_tokens
 from agentrl.workflow.training.update_loss import UpdateLoss
 from agentrl.workflow.trajectory import Group
 
@@ -236,7 +236,7 @@ class Trainer:
         With `learns` False, only the sums are computed.
         """
         again = self._config.update.gradient_checkpointing and learns
-        for attempt in self._scorer.oom_backoff.attempts(self._ranks.deal(minibatch.rows)):
+        for attempt in self._scorer.oom_backoff.attempts(self._ranks.deal(minibatch.rows, row_tokens)):
             self._optimizer.zero_grad()
             with (
                 attempt as microbatches,

@@ -135,6 +135,11 @@ def microbatches(rows: Sequence[Row], tokens: int, at_least: int = 1, share: boo
     return min(plans, key=lambda plan: plan[1] + len(plan[0]) * CALL_TOKENS)[0]
 
 
+def row_tokens(row: Row) -> int:
+    """Return the number of tokens of a row, without padding."""
+    return len(row.input_ids)
+
+
 def size(rows: Sequence[Row], share: bool = False) -> int:
     """Return the number of padded tokens that the model reads for a microbatch of these rows."""
     extent = _Extent()
