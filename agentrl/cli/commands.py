@@ -46,7 +46,7 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
         "replay": Entry("agentrl.cli.browse:replay", "Show an episode's transcript or tokens, or verify it."),
         "prompts": Entry("agentrl.cli.prompts:prompts", "List the versions of a run's prompts and their gains."),
         "events": Entry("agentrl.cli.browse:events", "List the events of a run."),
-        "why": Entry("agentrl.cli.fork:why", "Show which update trained on an episode, or why none did."),
+        "why": Entry("agentrl.cli.fork:why", "Show which update trained on an episode, and its advantage."),
         "whatif": Entry("agentrl.cli.whatif:whatif", "Compute an update with other algorithms, and compare."),
     },
     "Ask": {

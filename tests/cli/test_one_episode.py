@@ -152,3 +152,21 @@ def test_replay_diff_shows_arguments_and_text(here: Database, model: Path, capsy
         out, _ = agentrl(capsys, "replay", "1", "--diff", "2", code=1)
         assert f"    episode 1: {ids[0]}\n" in out
         assert "  The tokenizer of '/gone/other' is not on this machine. Tokens are shown by their ids.\n" in out
+
+
+def test_why_shows_formula_rewards_and_update(here: Database, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    iteration = play(here, model, {"name": "grpo"})
+    out, _ = agentrl(capsys, "why", "2")
+    assert out.splitlines()[2:4] == ["  rewards    its own: 0; of the other 1 of its group: 1", "  read by    no update"]
+    record(here, iteration, {1: 0.5 / (0.5**0.5 + 1e-6), 2: -0.5 / (0.5**0.5 + 1e-6)})
+    out, _ = agentrl(capsys, "why", "2")
+    assert out.splitlines()[2:6] == [
+        "  advantage  by grpo: (reward - group mean) / (deviation of the group + 1e-06)",
+        "             (0 - 0.5) / (0.7071 + 1e-06) = -0.7071",
+        "  rewards    its own: 0; of the other 1 of its group: 1",
+        "  read by    the update of iteration 1 of first",
+    ]
+    shown = json.loads(agentrl(capsys, "why", "2", "--json")[0])
+    page = PageOver(settings()).read("/api/episodes/2")
+    assert (shown["explanation"], shown["read_by"]) == (page["advantage"], page["read_by"])
+    assert [(one["id"], one["reward"]) for one in shown["group_rewards"]] == [(1, 1.0), (2, 0.0)]
