@@ -47,9 +47,10 @@ CHECKOUT = ("Makefile", "pyproject.toml", "constraints.txt", "quickstart.sh")
 
 PAIR = """
 SELECT a.id, b.id FROM v_episodes AS a JOIN v_episodes AS b ON a.run = b.run AND a.iteration = b.iteration AND a.task = b.task
-WHERE a.run = 'quickstart' AND a.reward = 1 AND b.reward = 0 AND a.tool_calls = 1 AND b.tool_calls = 1
+JOIN v_tool_calls AS c ON c.episode_id = a.id JOIN v_tool_calls AS d ON d.episode_id = b.id
+WHERE a.run = 'quickstart' AND a.reward = 1 AND b.reward = 0 AND a.tool_calls = 1 AND b.tool_calls = 1 AND c.result <> d.result
 """
-"""Two episodes of a group, of which the first is right, with a tool call each."""
+"""Two episodes of a group, of which the first is right, with a tool call each, whose results differ."""
 
 RULES = Rules(
     replaced=(
