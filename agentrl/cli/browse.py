@@ -10,6 +10,7 @@ from agentrl.cli.console import Json, say, show, show_json, show_lines, show_row
 from agentrl.cli.follow import trained_on_query
 from agentrl.cli.options import MAX_INTEGER
 from agentrl.cli.replay_diff import diff as compared
+from agentrl.cli.replay_tokens import show_tokens
 from agentrl.cli.resolve_targets import (
     LastEpisode,
     NewestRun,
@@ -251,31 +252,50 @@ def replay(
         int | None,
         typer.Option(metavar="OTHER", help="Compare with another episode; exit 1 if they differ.", show_default=False),
     ] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Show each sampled token with its text, logprob and advantage.")
+    ] = False,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MAX_INTEGER, help="With --tokens: show at most this many [200; with --json all].", show_default=False
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show an episode's transcript, or verify it.
+    """Show an episode's transcript or its tokens, compare it with another one, or verify it.
 
     The transcript has messages, thoughts, tool calls with results and times, reward parts, logprobs and the policy version.
+
+    With --tokens, a line says where the advantages come from, and why a step does not train.
+
+    With --diff, the report shows the first token that differs with the text around it, then the tool calls, results and rewards
+    that differ.
 
     With --verify, the tools run again in this process, with the files and the network of this machine (except tools that must
     run only once). The messages that the model read are compared with the results. The tokens are scored and drawn again with
     the stored weights, and the rewards are computed again. The report names the first difference.
     """
-    if sum(option is not None for option in (step, verify, diff)) > 1:
-        raise ConfigError("--step, --verify and --diff exclude each other.", "Pass one of them.")
+    if sum((tokens or step is not None, verify is not None, diff is not None)) > 1:
+        raise ConfigError("--verify and --diff exclude each other, --step and --tokens.", "Pass one of them.")
+    if limit is not None and not tokens:
+        raise ConfigError("--limit has no effect without --tokens.", "Add --tokens.")
     db = stored_reader()
     episode = pick_episode(db, episode)
     if verify is not None:
         raise typer.Exit(verified(episode, verify, as_json))
     if diff is not None:
         raise typer.Exit(compared(episode, diff, as_json))
+    if tokens:
+        show_tokens(db, episode, step, limit, as_json)
+        return
 
-    from agentrl.workflow.errors import NotFoundError
     from agentrl.workflow.store.reads import episode_rows
+    from agentrl.workflow.store.row_codecs import no_step_error
 
     record = episode_rows.find_episode(db, episode)
     if step is not None and step >= len(record.steps):
-        raise NotFoundError(f"Episode {episode} has {len(record.steps)} steps, counted from 0; there is no step {step}.")
+        raise no_step_error(episode, step, len(record.steps))
     if as_json:
         show_json(as_document(record, step))
     else:

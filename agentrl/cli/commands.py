@@ -43,10 +43,10 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
         "episodes": Entry("agentrl.cli.browse:episodes", "List a run's episodes, with filters."),
         "tasks": Entry("agentrl.cli.browse:tasks", "List a run's tasks: solved when, never, unlearned."),
         "changes": Entry("agentrl.cli.changes:changes", "Show what changed in an iteration, and warning signs."),
-        "replay": Entry("agentrl.cli.browse:replay", "Show an episode's transcript, or verify it."),
+        "replay": Entry("agentrl.cli.browse:replay", "Show an episode's transcript or tokens, or verify it."),
         "prompts": Entry("agentrl.cli.prompts:prompts", "List the versions of a run's prompts and their gains."),
         "events": Entry("agentrl.cli.browse:events", "List the events of a run."),
-        "why": Entry("agentrl.cli.fork:why", "Show which update trained on an episode, or why none did."),
+        "why": Entry("agentrl.cli.fork:why", "Show which update trained on an episode, and its advantage."),
         "whatif": Entry("agentrl.cli.whatif:whatif", "Compute an update with other algorithms, and compare."),
     },
     "Ask": {

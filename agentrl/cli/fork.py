@@ -2,6 +2,7 @@
 that used an episode.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -76,11 +77,18 @@ def rescore(
 
 
 def why(episode: LastEpisode = None, as_json: Json = False) -> None:
-    """Show which update trained on an episode, or why none did."""
+    """Show which update trained on an episode, or why none did. Also show its advantage's formula, with the numbers."""
+    from agentrl.workers.page.shown.credit_answers import explain_training
     from agentrl.workflow.store.reads import ledger
 
     db = stored_reader()
-    fate = ledger.explain_fate(db, pick_episode(db, episode))
+    number = pick_episode(db, episode)
+
+    def read(tx: Any) -> dict[str, Any]:
+        fate = ledger.explain_fate(tx, number)
+        return {**fate, **explain_training(tx, number, fate["run_id"], fate["group_id"])}
+
+    fate = db.ask(read)
     if as_json:
         show_json(fate)
         return
@@ -88,6 +96,8 @@ def why(episode: LastEpisode = None, as_json: Json = False) -> None:
     show_rows(_iteration_rows(fate["iterations"], fate["iteration"]), COLUMNS)
 
 
+MAX_REWARD_CHARS = 400
+"""The most characters of the rewards of a group. The JSON document has all of them."""
 NEIGHBOURS = 3
 """The number of iterations that are shown before and after the episode's iteration in a longer run."""
 
@@ -103,6 +113,7 @@ COLUMNS = (
 def _fate_lines(fate: Any) -> Iterator[Line]:
     yield f"episode {fate['id']}  of {fate['run']}, iteration {fate['iteration']}, task {fate['task']}", "bold"
     yield f"  {fate_sentence(fate)}", ""
+    yield from _credit_lines(fate)
     if fate["status"] == "done" and fate["error"]:
         yield f"  its agent failed: {one_line(fate['error'], 1000)}", "red"
     if fate["attempt"]:
@@ -119,6 +130,33 @@ def _fate_lines(fate: Any) -> Iterator[Line]:
     for other in fate["elsewhere"]:
         yield f"  in run {other['run']}: {fate_sentence(fate | other)}", ""
     yield "", ""
+
+
+def _credit_lines(fate: Any) -> Iterator[Line]:
+    """Yield how the advantage follows from the rewards, the rewards of the group, and the updates that read the episode."""
+    explanation = fate["explanation"]
+    if explanation["value"] is not None:
+        by = explanation["algorithm"] or "unknown"
+        by += "" if explanation["run"] == fate["run"] else f" in {explanation['run']}"
+        formula, *numbers = re.split(r": (?=[-(\d])", explanation["how"], maxsplit=1)
+        for text in (f"  advantage  by {by}: {formula}", *(f"             {text}" for text in numbers)):
+            yield text, "yellow" if explanation["agrees"] is False else ""
+    own = next((_reward_text(member) for member in fate["group_rewards"] if member["id"] == fate["id"]), "-")
+    others = [_reward_text(member) for member in fate["group_rewards"] if member["id"] != fate["id"]]
+    chosen = "" if fate["reward_set"] == "default" else f" (reward set {fate['reward_set']})"
+    alone = f"; of the other {len(others)} of its group: {', '.join(others)}" if others else "; its group has no other episode"
+    yield f"  rewards    its own: {own}{one_line(alone, MAX_REWARD_CHARS)}{chosen}", ""
+    updates = [
+        f"iteration {update['iteration']} of {update['run']}"
+        + (f" (skipped: {update['skipped']})" if update["skipped"] else "")
+        for update in fate["read_by"]
+    ]
+    yield f"  read by    {'the update of ' if updates else 'no update'}{', '.join(updates)}", ""
+
+
+def _reward_text(member: Mapping[str, Any]) -> str:
+    reason = "" if member["trainable"] else " (tainted)" if member["tainted"] else f" ({member['status']})"
+    return f"{cell(member['reward'])}{reason}"
 
 
 def _iteration_rows(iterations: Sequence[Mapping[str, Any]], here: int) -> list[dict[str, Any]]:

@@ -23,6 +23,8 @@ CHECK_CHOICES = (TOOLS, TOKENS, REWARDS, "all")
 
 MAX_QUOTED = 200
 """The most characters of a text in a report."""
+AROUND_CHARS = 32
+"""The most characters that are shown before a token that differs, and after it."""
 
 
 def verify(episode: int, what: str, as_json: bool) -> int:
@@ -301,19 +303,26 @@ def _reward_lines(reports: "list[RewardsReport]", status: str) -> Iterator[Line]
 
 
 def parting_lines(difference: "TokenDifference", left: str, right: str) -> Iterator[Line]:
-    """Yield lines about the first difference of two token sequences, one line for each side."""
-    yield f"  first: step {difference.step}, {difference.part} token {difference.index}", "red"
-    for name, token, text in zip((left, right), difference.ids, difference.texts, strict=True):
-        yield f"    {name} {'(no more)' if token is None else f'{token} {quote(text)}'}", ""
+    """Yield lines about the first difference of two token sequences: the text before it, and one line for each side."""
+    before = f", after {quote_end(difference.before)}" if difference.before else ""
+    yield f"  first: step {difference.step}, {difference.part} token {difference.index}{before}", "red"
+    for name, token, text, after in zip((left, right), difference.ids, difference.texts, difference.after, strict=True):
+        side = f"{token}{f' {quote(text)}' if text else ''}{f', then {quote(after, AROUND_CHARS)}' if after else ''}"
+        yield f"    {name} {'(no more)' if token is None else side}", ""
 
 
 def line_style(same: bool) -> str:
     return "" if same else "red"
 
 
-def quote(text: str) -> str:
-    """Return the text in quotation marks, with invisible characters escaped, and cut to `MAX_QUOTED` characters."""
-    return repr(one_line(text, MAX_QUOTED)) if len(text) > MAX_QUOTED else repr(text)
+def quote(text: str, max_chars: int = MAX_QUOTED) -> str:
+    """Return the text in quotation marks, with invisible characters escaped, and cut to `max_chars` characters."""
+    return repr(text if len(text) <= max_chars else text[: max_chars - 3] + "...")
+
+
+def quote_end(text: str) -> str:
+    """Return the end of the text in quotation marks, with invisible characters escaped: at most `AROUND_CHARS` characters."""
+    return repr(text if len(text) <= AROUND_CHARS else "..." + text[3 - AROUND_CHARS :])
 
 
 def full_number(value: float | str | None) -> str:

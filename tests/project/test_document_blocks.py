@@ -47,9 +47,10 @@ CHECKOUT = ("Makefile", "pyproject.toml", "constraints.txt", "quickstart.sh")
 
 PAIR = """
 SELECT a.id, b.id FROM v_episodes AS a JOIN v_episodes AS b ON a.run = b.run AND a.iteration = b.iteration AND a.task = b.task
-WHERE a.run = 'quickstart' AND a.reward = 1 AND b.reward = 0 AND a.tool_calls = 1 AND b.tool_calls = 1
+JOIN v_tool_calls AS c ON c.episode_id = a.id JOIN v_tool_calls AS d ON d.episode_id = b.id
+WHERE a.run = 'quickstart' AND a.reward = 1 AND b.reward = 0 AND a.tool_calls = 1 AND b.tool_calls = 1 AND c.result <> d.result
 """
-"""Two episodes of a group, of which the first is right, with a tool call each."""
+"""Two episodes of a group, of which the first is right, with a tool call each, whose results differ."""
 
 RULES = Rules(
     replaced=(
@@ -63,8 +64,8 @@ RULES = Rules(
         Replacement(r"^agentrl submit --from-", f"{AS_STORED} agentrl submit --from-", "other settings than the episodes'"),
         Replacement(r"--name (agent|function|program)\b", r"\g<0> --max-tasks 4", "hundreds of episodes"),
         Replacement(r"math@40", "math@4", "a version that a short run has"),
-        Replacement(r"\b(4225|301|498|257)\b", "$EPISODE", "an episode has another number in each store"),
-        Replacement(r"\b499\b", "$SIBLING", "an episode has another number in each store"),
+        Replacement(r"\b(4225|301|260|257)\b", "$EPISODE", "an episode has another number in each store"),
+        Replacement(r"\b258\b", "$SIBLING", "an episode has another number in each store"),
         Replacement(r"Qwen/Qwen2.5-0.5B(-Instruct)?", "tiny-arithmetic", "a model of the hub"),
         Replacement(r"https://api.openai.com", "$AGENTRL_CRITIC_URL", "a service on the internet"),
         Replacement(r"^agentrl ui", "agentrl ui --no-browser --port 0", "a port that may be in use"),
@@ -79,7 +80,7 @@ RULES = Rules(
     },
     stays_up={r"^agentrl ui": "/", r"^agentrl serve": "/v1/models"},
     varying={
-        r"^ {4}\S|^> |^(  )?-?> |What is": "texts of the task and the model",
+        r"^ {4}\S|^> |^(  )?-?> |What is|^  first: ": "texts of the task and the model",
         r"^\s*(answer|reference|expression):": "texts of the task and the model",
         r"^\s*[\d.]* \||^\s*\+-": "plots",
         r"of the first and the last": "a short run has fewer iterations",

@@ -1,20 +1,27 @@
-"""The comparison of two episodes: the first token that differs, then the differences in results, rewards and stop reasons.
+"""The comparison of two episodes: the first token that differs, then the differences in calls, results, rewards and stop
+reasons.
 
 Chains are compared in pairs, because an agent's requests may come in any order. Chains with the same tokens are paired first.
 The remaining chains are paired in the order of their first steps. The tokens of a chain are all tokens of its training row,
 including those that it shares with another chain.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from agentrl.workflow.token_chains import chains_of
 from agentrl.workflow.trajectory import Episode, Step, StopReason
 
 SCALAR = "reward"
 """The name of the weighted sum of the reward parts."""
+AROUND_TOKENS = 16
+"""The most tokens before a difference, and after it, whose text is shown."""
+
+T = TypeVar("T")
+Decode = Callable[[Sequence[int]], str]
+"""A function that returns the text of token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +35,9 @@ class TokenDifference:
             tokens count as new.
         index: the index of the token in that part, from 0.
         ids: the token ids at that position, left and right; None for a sequence that ends before the position.
-        texts: the texts of the ids; empty if there is no tokenizer.
+        before_ids: the last tokens of the part before that position. Both sequences have them.
+        after_ids: the next tokens of the part after that position, left and right.
+        texts, before, after: the texts of `ids`, `before_ids` and `after_ids`; empty if there is no tokenizer.
     """
 
     step: int
@@ -36,6 +45,29 @@ class TokenDifference:
     index: int
     ids: tuple[int | None, int | None]
     texts: tuple[str, str] = ("", "")
+    before_ids: tuple[int, ...] = ()
+    after_ids: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    before: str = ""
+    after: tuple[str, str] = ("", "")
+
+    def with_texts(self, left: Decode, right: Decode) -> "TokenDifference":
+        """Return the difference with its texts. `left` and `right` decode the tokens of the two sequences."""
+        texts = tuple(decode(() if token is None else (token,)) for decode, token in zip((left, right), self.ids, strict=True))
+        after = (left(self.after_ids[0]), right(self.after_ids[1]))
+        return replace(self, texts=(texts[0], texts[1]), before=left(self.before_ids), after=after)
+
+
+def token_difference(
+    step: int, part: Literal["prompt", "sampled"], left: Sequence[int], right: Sequence[int]
+) -> TokenDifference | None:
+    """Return the first difference between the tokens of a part, without texts; None if they are equal."""
+    index = common_prefix(left, right)
+    if index >= max(len(left), len(right)):
+        return None
+    before = tuple(left[max(0, index - AROUND_TOKENS) : index])
+    after = [tuple(ids[index + 1 : index + 1 + AROUND_TOKENS]) for ids in (left, right)]
+    ids = (_at(left, index), _at(right, index))
+    return TokenDifference(step, part, index, ids, before_ids=before, after_ids=(after[0], after[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +94,33 @@ class ResultDifference:
 
 
 @dataclass(frozen=True, slots=True)
+class WrittenCall:
+    """The name of the tool and the arguments of a call that the policy wrote."""
+
+    tool: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsDifference:
+    """Two different calls at the same position. `step` and `call` are the position in the left episode. `left` or `right` is
+    None if that episode has no call there.
+    """
+
+    step: int
+    call: int
+    left: WrittenCall | None
+    right: WrittenCall | None
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodeComparison:
     """The comparison of two episodes.
 
     Args:
         common: the number of tokens before the first difference.
         tokens: the numbers of all tokens, left and right.
+        calls: the calls whose tool or arguments differ.
         rewards: (part, left, right) of the reward parts that differ; the weighted sum is the part `reward`.
         stop_reasons, tasks: left and right, if they differ.
     """
@@ -75,6 +128,7 @@ class EpisodeComparison:
     common: int
     tokens: tuple[int, int]
     token: TokenDifference | None
+    calls: tuple[ArgumentsDifference, ...] = ()
     results: tuple[ResultDifference, ...] = ()
     rewards: tuple[tuple[str, float | None, float | None], ...] = ()
     stop_reasons: tuple[StopReason | None, StopReason | None] | None = None
@@ -82,8 +136,8 @@ class EpisodeComparison:
 
     @property
     def same(self) -> bool:
-        """True if tokens, results, rewards and stop reasons are the same."""
-        return self.token is None and not self.results and not self.rewards and self.stop_reasons is None
+        """True if tokens, calls, results, rewards and stop reasons are the same."""
+        return self.token is None and not (self.calls or self.results or self.rewards) and self.stop_reasons is None
 
 
 def compare(left: Episode, right: Episode) -> EpisodeComparison:
@@ -97,7 +151,8 @@ def compare(left: Episode, right: Episode) -> EpisodeComparison:
         common=common,
         tokens=counts,
         token=token,
-        results=tuple(_result_differences(pairs)),
+        calls=tuple(ArgumentsDifference(*difference) for difference in _differences(pairs, _calls)),
+        results=tuple(ResultDifference(*difference) for difference in _differences(pairs, _results)),
         rewards=tuple(_part_differences(left, right)),
         stop_reasons=reasons if reasons[0] != reasons[1] else None,
         tasks=keys if keys[0] != keys[1] else None,
@@ -128,17 +183,16 @@ def _first_difference(
     common = 0
     for ours, theirs in pairs:
         for one, other in zip_longest(_parts(left, ours), _parts(right, theirs), fillvalue=_NOTHING):
-            index = common_prefix(one.ids, other.ids)
-            common += index
-            if index < max(len(one.ids), len(other.ids)):
-                longer = max(one, other, key=lambda part: len(part.ids))
-                difference = TokenDifference(longer.step, longer.part, index, (_at(one.ids, index), _at(other.ids, index)))
-                return common, difference
+            longer = max(one, other, key=lambda part: len(part.ids))
+            difference = token_difference(longer.step, longer.part, one.ids, other.ids)
+            if difference is not None:
+                return common + difference.index, difference
+            common += len(longer.ids)
     return common, None
 
 
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the number of ids at the beginning of two sequences that are equal."""
+def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
+    """Return the number of items at the beginning of two sequences that are equal."""
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
@@ -158,19 +212,27 @@ def _token_count(episode: Episode) -> int:
     return sum(len(part.ids) for chain in chains_of(episode) for part in _parts(episode, chain))
 
 
-def _result_differences(pairs: Sequence[tuple[Chain, Chain]]) -> Iterator[ResultDifference]:
+def _differences(
+    pairs: Sequence[tuple[Chain, Chain]], values: Callable[[Step], Sequence[T]]
+) -> Iterator[tuple[int, int, T | None, T | None]]:
+    """Yield step, call, and left and right value of each call whose values differ."""
     for ours, theirs in pairs:
         for left, right in zip_longest(ours, theirs):
-            one, other = _results(left), _results(right)
+            sides = (() if step is None else values(step) for step in (left, right))
             step = right.index if left is None else left.index
-            for call, (result, other_result) in enumerate(zip_longest(one, other)):
-                if result != other_result:
-                    yield ResultDifference(step, call, result, other_result)
+            for call, (one, other) in enumerate(zip_longest(*sides)):
+                if one != other:
+                    yield step, call, one, other
 
 
-def _results(step: Step | None) -> list[str]:
-    results = step.results or () if step is not None else ()
-    return [f"{result.error_class}: {result.content}" if result.error_class else result.content for result in results]
+def _calls(step: Step) -> list[WrittenCall]:
+    return [WrittenCall(call.name, call.arguments) for call in step.message.tool_calls]
+
+
+def _results(step: Step) -> list[str]:
+    return [
+        f"{result.error_class}: {result.content}" if result.error_class else result.content for result in step.results or ()
+    ]
 
 
 def _part_differences(left: Episode, right: Episode) -> Iterator[tuple[str, float | None, float | None]]:

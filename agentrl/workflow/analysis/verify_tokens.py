@@ -43,7 +43,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from agentrl.workflow.analysis.episode_diff import TokenDifference, common_prefix
+from agentrl.workflow.analysis.episode_diff import TokenDifference, token_difference
 from agentrl.workflow.analysis.rounding_noise import NoiseBounds, TokenNoise, compare_readings, read_in_company
 from agentrl.workflow.analysis.verify_episode import (
     DrawDifference,
@@ -251,12 +251,8 @@ def _prompt_difference(
         ids = _requested_ids(episode, step, chat, *requests[step.index])
     else:
         ids = _offered_ids(episode, step, chat, schemas)
-    if ids == step.prompt_ids:
-        return None
-    index = common_prefix(step.prompt_ids, ids)
-    sides = (step.prompt_ids[index : index + 1], ids[index : index + 1])
-    one, other = ((side[0] if side else None) for side in sides)
-    return TokenDifference(step.index, "prompt", index, (one, other), (chat.decode(sides[0]), chat.decode(sides[1])))
+    difference = token_difference(step.index, "prompt", step.prompt_ids, ids)
+    return difference.with_texts(chat.decode, chat.decode) if difference else None
 
 
 def _offered_ids(episode: Episode, step: Step, chat: Chat, schemas: Sequence[Schema]) -> tuple[int, ...]:

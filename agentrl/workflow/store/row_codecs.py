@@ -60,6 +60,11 @@ def no_episode_error(episode: int) -> NotFoundError:
     return NotFoundError(f"There is no episode {episode}.", "List them with `agentrl episodes RUN`.")
 
 
+def no_step_error(episode: int, step: int, steps: int) -> NotFoundError:
+    """Return the error for a step that does not exist in an episode with this number of steps."""
+    return NotFoundError(f"Episode {episode} has {steps} steps, counted from 0; there is no step {step}.")
+
+
 def episode_value(row: Mapping[Any, Any], task: Task, steps: Sequence[Step]) -> Episode:
     """Build an episode from its row in `episodes`, its task and its steps."""
     episode = Episode(

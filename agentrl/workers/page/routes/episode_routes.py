@@ -8,8 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.workers.page.answers import answer
 from agentrl.workers.page.routes import Store
-from agentrl.workers.page.shown.episode_tokens import EpisodeTokens, check_namesake
-from agentrl.workers.page.shown.token_texts import find_texts
+from agentrl.workers.page.shown.episode_tokens import EpisodeTokens, find_checked_texts
 from agentrl.workers.page.shown.whole_episode import load_episode_answer
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads.turn_rows import MAX_PATH, load_text
@@ -310,9 +309,7 @@ def read_tokens(
         return reader, reader.read(start, size)
 
     tokens, token_data = store.ask(read)
-    token_texts = find_texts(store.settings, tokens.run["base"])
-    if not token_texts.sure:
-        token_texts = store.ask(lambda tx: check_namesake(tx, tokens.shape, token_texts))
+    token_texts = find_checked_texts(store, store.settings, tokens.run["base"], tokens.shape)
     texts, why = tokens.texts(token_texts, token_data)
     return answer({**{name: token_data[name] for name in TOKEN_PARTS}, "texts": texts, "why_no_texts": why})
 

@@ -8,9 +8,8 @@ from pydantic import BaseModel
 from agentrl.workers.page.answers import answer
 from agentrl.workers.page.routes import Store
 from agentrl.workers.page.routes.episode_routes import Advantage, ShownRow, ShownTask
-from agentrl.workers.page.shown.episode_tokens import check_namesake
+from agentrl.workers.page.shown.episode_tokens import find_checked_texts
 from agentrl.workers.page.shown.shown_texts import LISTED_CHARS, cut_rows, cut_value
-from agentrl.workers.page.shown.token_texts import find_texts
 from agentrl.workers.page.shown.whole_group import describe_parting, load_group_answer
 from agentrl.workflow.store.reads import task_rows
 
@@ -190,8 +189,6 @@ class WholeGroup(BaseModel):
 def read_group(store: Store, group: int) -> Response:
     """Return a group: a summary of each episode, the explanations of the advantages, and where the episodes diverge."""
     group_answer = store.ask(lambda tx: load_group_answer(tx, group))
-    texts = find_texts(store.settings, group_answer.base)
-    if not texts.sure and group_answer.lines:
-        first = next(iter(group_answer.shapes.values()))
-        texts = store.ask(lambda tx: check_namesake(tx, first, texts))
+    first = next(iter(group_answer.shapes.values())) if group_answer.lines else None
+    texts = find_checked_texts(store, store.settings, group_answer.base, first)
     return answer({**group_answer.document, "parting": describe_parting(group_answer, texts)})

@@ -91,11 +91,10 @@ def explain_members(tx: Any, reader: CreditReader, members: Sequence[Member], re
     }
 
 
-def explain_episode(tx: Any, reader: CreditReader, episode: int, group: int) -> dict[str, Any]:
-    """Return the explanation of the episode's advantage. The keys `run` and `run_id` name the run whose update computed the
-    advantage.
+def explain_episode(tx: Any, reader: CreditReader, episode: int, members: Sequence[Member]) -> dict[str, Any]:
+    """Return the explanation of the episode's advantage. `members` are the episodes of its group. The keys `run` and `run_id`
+    name the run whose update computed the advantage.
     """
-    members = load_group_members(tx, group, reader.run["reward_set"])
     recorded = {} if reader.recorded is None else {episode: reader.recorded}
     own = [member for member in members if member.row["id"] == episode]
     name, options = load_algorithm(reader.run["config"])
@@ -110,6 +109,30 @@ def explain_episode(tx: Any, reader: CreditReader, episode: int, group: int) -> 
         )
     )
     return {**explanation, "run": reader.run["name"], "run_id": reader.run["id"]}
+
+
+def explain_training(tx: Any, episode: int, run_id: int, group: int) -> dict[str, Any]:
+    """Return why an episode of the run and the group has its advantage: the explanation, the rewards of the group in the reward
+    set of the run that trained on it, and the updates that read the episode.
+    """
+    reader, readers = find_reader(tx, episode, run_id)
+    members = load_group_members(tx, group, reader.run["reward_set"])
+    return {
+        "explanation": explain_episode(tx, reader, episode, members),
+        "reward_set": reader.run["reward_set"],
+        "group_rewards": [_shown_reward(member) for member in members],
+        "read_by": shown_readers(readers),
+    }
+
+
+def _shown_reward(member: Member) -> dict[str, Any]:
+    columns = {name: member.row[name] for name in ("id", "sample", "status", "tainted")}
+    return {**columns, "reward": member.reward, "trainable": member.trainable}
+
+
+def shown_readers(readers: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the updates that read an episode, without the ids of their iterations."""
+    return [{name: value for name, value in update.items() if name != "iteration_id"} for update in readers]
 
 
 def _scored(member: Member) -> Scored:

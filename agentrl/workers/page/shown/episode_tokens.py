@@ -1,4 +1,6 @@
-"""A range of an episode's tokens: the exact ids, their texts and logprobs, and segments of tokens of one kind."""
+"""Tokens of an episode, for the page and for `replay --tokens`: the exact ids, their texts and logprobs, and segments of tokens
+of one kind.
+"""
 
 import math
 import struct
@@ -7,8 +9,10 @@ from itertools import groupby
 from typing import Any
 
 from agentrl.workers.page.shown.credit_answers import TokenCredit, credit_tokens, find_reader
-from agentrl.workers.page.shown.token_texts import FoundTexts, TokenTexts
+from agentrl.workers.page.shown.token_texts import FoundTexts, TokenTexts, find_texts
 from agentrl.workflow.analysis.token_strip import ELSEWHERE, GUIDED, TokenPiece, list_pieces, place_chains
+from agentrl.workflow.settings import Settings
+from agentrl.workflow.store.driver_reader import Queryable
 from agentrl.workflow.store.reads.episode_relations import load_run_of
 from agentrl.workflow.store.reads.episode_shape import EpisodeShape, load_shape
 from agentrl.workflow.store.reads.turn_rows import TOKEN_BYTES, StepTokens, load_steps, load_tokens
@@ -49,6 +53,30 @@ class EpisodeTokens:
         """
         end = min(start + size, self.total)
         pieces = list_pieces(self.shape.value, self._chains, start, end) if start < end else []
+        return self._read(pieces, start, end)
+
+    def read_sampled(self, size: int | None, step: int | None = None) -> dict[str, Any]:
+        """Return the first `size` sampled tokens (None: all) of the step or, without a step, of the episode, each token once.
+
+        The result has the keys of `read`'s result, without the prompt tokens. `total` is the number of these sampled tokens
+        before `size` cuts them. Raise StateError if the tokens were removed.
+        """
+        pieces = [
+            piece
+            for piece in list_pieces(self.shape.value, self._chains, 0, self.total)
+            if piece.kind == "sampled" and not piece.shared and step in (None, piece.step)
+        ]
+        total = sum(piece.end - piece.start for piece in pieces)
+        chosen: list[TokenPiece] = []
+        left, end = total if size is None else size, 0
+        for piece in pieces:
+            if left > 0:
+                chosen.append(piece)
+                end = min(piece.end, piece.start + left)
+                left -= piece.end - piece.start
+        return {**self._read(chosen, 0, end), "total": total}
+
+    def _read(self, pieces: Sequence[TokenPiece], start: int, end: int) -> dict[str, Any]:
         tokens_by_row = load_tokens(self._tx, self.shape.step_ids(sorted({piece.step for piece in pieces})))
         stored = {step: tokens_by_row.get(self.shape.rows[step]["id"]) for step in {piece.step for piece in pieces}}
         reader, _ = find_reader(self._tx, self.shape.id, self.shape.run_id, self.run)
@@ -62,13 +90,16 @@ class EpisodeTokens:
             "segments": _segments(self.shape, pieces, credit, start, end),
             "advantages": _advantages(self.shape, pieces, credit, start, end),
             "metrics": _metrics(self.shape.id, logprobs, credit),
+            "end": end,
             "pieces": pieces,
             "stored": stored,
         }
 
     def texts(self, token_texts: FoundTexts, read: dict[str, Any]) -> tuple[list[str] | None, str | None]:
-        """Return the texts of the tokens that `read` returned, and None. If there are no texts, return None and the reason."""
-        start, end = read["start"], read["start"] + len(read["ids"])
+        """Return the texts of the tokens that `read` or `read_sampled` returned, and None. If there are no texts, return None
+        and the reason.
+        """
+        start, end = read["start"], read["end"]
         if token_texts.texts is None:
             return None, token_texts.why_none
         texts: list[str] = []
@@ -201,10 +232,17 @@ def _metrics(episode: int, logprobs: Sequence[float | None], credit: TokenCredit
     ]
 
 
-def check_namesake(tx: Any, shape: EpisodeShape, token_texts: FoundTexts) -> FoundTexts:
-    """If the tokenizer of `token_texts` may be that of another model with the same name, check it: decode the episode's first
-    sampled turn. If the text differs from the recorded text, return a result without texts; otherwise return `token_texts`.
+def find_checked_texts(store: Queryable, where: Settings, base: str, shape: EpisodeShape | None) -> FoundTexts:
+    """Return the texts of the tokens of an episode's base model, or the reason why they are not available.
+
+    If the tokenizer may be that of another model with the same name, the episode's first sampled turn is decoded. If the text
+    differs from the recorded text, the result has no texts. Without a `shape`, nothing is checked.
     """
+    texts = find_texts(where, base)
+    return texts if texts.sure or shape is None else store.ask(lambda tx: _check_namesake(tx, shape, texts))
+
+
+def _check_namesake(tx: Any, shape: EpisodeShape, token_texts: FoundTexts) -> FoundTexts:
     ids = [row["id"] for row in shape.rows if row["sampled_tokens"]][:1]
     steps, tokens = load_steps(tx, ids), load_tokens(tx, ids)
     if not steps or not tokens:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl.workers.page.shown.credit_answers import CreditReader, explain_episode, find_reader
+from agentrl.workers.page.shown.credit_answers import CreditReader, explain_episode, find_reader, shown_readers
 from agentrl.workers.page.shown.shown_texts import (
     MAX_MESSAGES,
     SHOWN_CHARS,
@@ -16,6 +16,7 @@ from agentrl.workers.page.shown.shown_texts import (
 from agentrl.workers.page.shown.whole_run import typed_run
 from agentrl.workflow.analysis.outcome_text import fate_sentence
 from agentrl.workflow.analysis.token_strip import place_chains
+from agentrl.workflow.store.reads.credit_rows import load_group_members
 from agentrl.workflow.store.reads.episode_relations import (
     load_agent,
     load_beside,
@@ -81,8 +82,8 @@ def load_episode_answer(tx: Any, episode: int, start: int, size: int) -> dict[st
         "rewards_left_out": rewards_left,
         "grades": [_shown_call(call, texts) for call in load_grades(tx, episode, shape.attempt)[:MAX_CALLS]],
         "fate": {**cut_texts(fate), "sentence": fate_sentence(fate)},
-        "read_by": [{name: value for name, value in update.items() if name != "iteration_id"} for update in readers],
-        "advantage": explain_episode(tx, reader, episode, shape.group_id),
+        "read_by": shown_readers(readers),
+        "advantage": explain_episode(tx, reader, episode, load_group_members(tx, shape.group_id, reader.run["reward_set"])),
         "parent": None if row.parent_id is None else {"id": row.parent_id, "step": row.fork_step},
         "forks": forks,
         "forks_left_out": forks_left,

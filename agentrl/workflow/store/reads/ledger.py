@@ -69,6 +69,8 @@ def explain_fate(tx: Any, episode: int) -> dict[str, Any]:
     columns = ("status", "stop_reason", "reward", "error_class", "error", "attempt", "parent_id", "fork_step")
     return {
         "id": episode,
+        "run_id": row["run_id"],
+        "group_id": row["group_id"],
         **{name: own[name] for name in ("run", "iteration", "task", "fate", "advantage", "dropped", "skipped")},
         **{name: row[name] for name in columns},
         "untrained": _untrained_steps(tx, row),
