@@ -196,6 +196,7 @@ def lists(run: Run) -> dict[str, Read]:
         "list_episodes, text": _page(name, {"text": "4_2%"}),
         "versions_before": lambda database: repair.list_versions_before(database, run.id, run.published),
     }
+        "list_episodes, advantage": _page(name, {}, sort="-advantage"),
     found |= {_shown(filters): _page(name, filters) for filters in FILTERS}
     for view in LISTED:
         found |= _view(view, name)

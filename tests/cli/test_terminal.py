@@ -88,6 +88,8 @@ def test_sort_option_is_ascending_or_descending_with_minus(
 
     assert rewards("-reward") == [1, 1, 0, 0, None, None, None, None]
     assert rewards("reward") == [0, 0, 1, 1, None, None, None, None]
+    assert rewards("-advantage") == rewards("-reward"), "the advantage is 1 or -1, by the reward"
+    assert rewards("advantage") == rewards("reward")
     assert json.loads(agentrl(capsys, "runs", "--sort", "-best", "--limit", "1", "--json"))[0]["run"] == run
     assert "reward" in agentrl(capsys, "episodes", "--sort", "rewards", code=2)
     assert "seconds" in agentrl(capsys, "runs", "--sort", "second; DROP TABLE runs", code=2)
@@ -295,6 +297,7 @@ def test_tasks_command_lists_outcomes(run: str, capsys: pytest.CaptureFixture[st
     listed = agentrl(capsys, "tasks", run, "--sort", "-task").splitlines()
     assert [line.split()[1] for line in listed[1:3]] == ["train/1", "train/0"]
     assert [task["task"] for task in json.loads(agentrl(capsys, "tasks", "--search", "2 + 1", "--json"))] == ["train/1"]
+    assert [" 1 of 1 " in line for line in listed] == [False, True, True]
     assert "never_solved" in agentrl(capsys, "tasks", "--outcome", "never", code=2)
 
 

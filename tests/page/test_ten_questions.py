@@ -103,11 +103,11 @@ def test_question_which_tasks_are_never_solved(read: Any, terminal: Any) -> None
     reader.click("button:text-is('never solved')")
     assert reader.page.locator("main tbody tr").count() == 1
     reader.sees("What is 6*1?", "never")
-    reader.click("button:text-is('unlearned')")
+    reader.click("button:text-is('no longer solved')")
     assert reader.page.locator("main tbody tr").count() == 1
-    reader.sees("What is 6*0?", "unlearned")
+    reader.sees("What is 6*0?", "no longer")
     assert "train/1" in terminal("tasks", "code", "--outcome", "never_solved")
-    assert "train/0" in terminal("tasks", "code", "--outcome", "unlearned")
+    assert "train/0" in terminal("tasks", "code", "--outcome", "no_longer_solved")
 
 
 def test_question_tokens_of_worst_episode(read: Any, terminal: Any) -> None:
