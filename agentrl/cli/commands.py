@@ -39,7 +39,7 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
     "Look": {
         "ui": Entry("agentrl.cli.ui:ui", "Show runs in a browser, or export one as a file."),
         "runs": Entry("agentrl.cli.browse:runs", "List the newest runs."),
-        "watch": Entry("agentrl.cli.watch:watch", "Follow a run to its end."),
+        "watch": Entry("agentrl.cli.watch:watch", "Follow a run to its end; then see where its seconds went."),
         "episodes": Entry("agentrl.cli.browse:episodes", "List a run's episodes, with filters."),
         "tasks": Entry("agentrl.cli.browse:tasks", "List a run's tasks: how often and when each was solved."),
         "changes": Entry("agentrl.cli.changes:changes", "Say what is wrong in a run, or changed in an iteration."),

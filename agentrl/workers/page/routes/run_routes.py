@@ -119,10 +119,11 @@ class HealthAnswer(BaseModel):
 
 
 class PartSeconds(BaseModel):
-    """How many seconds a part of the run's iterations took, added up over the iterations."""
+    """A part of the time from the run's start to its end. `share` is its share of this time."""
 
     part: str
     seconds: float
+    share: float
 
 
 class WholeRun(BaseModel):
