@@ -297,12 +297,11 @@ def test_tasks_command_lists_outcomes(run: str, capsys: pytest.CaptureFixture[st
     assert json.loads(agentrl(capsys, "tasks", "--outcome", "never_solved", "--json")) == []
     listed = agentrl(capsys, "tasks", run, "--sort", "-task").splitlines()
     assert [line.split()[1] for line in listed[1:3]] == ["train/1", "train/0"]
-    assert [task["task"] for task in json.loads(agentrl(capsys, "tasks", "--search", "2 + 1", "--json"))] == ["train/1"]
     assert [" 1 of 1 " in line for line in listed] == [False, True, True]
+    assert [task["task"] for task in json.loads(agentrl(capsys, "tasks", "--search", "2 + 1", "--json"))] == ["train/1"]
     assert "never_solved" in agentrl(capsys, "tasks", "--outcome", "never", code=2)
 
 
-def test_episodes_command_searches_and_filters(run: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
 def test_changes_command_judges_run_or_shows_iteration(run: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     found = json.loads(agentrl(capsys, "changes", "--json"))
     assert (found["run"], found["is_healthy"], found["troubles"]) == (run, True, [])
@@ -330,6 +329,7 @@ def test_compare_runs_says_never_evaluated_and_what_to_type(
     assert "agentrl eval --policy by-hand; then: agentrl compare by-hand other" in output.err
 
 
+def test_episodes_command_searches_and_filters(run: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     def ids(*filters: str) -> list[int]:
         return [row["id"] for row in json.loads(agentrl(capsys, "episodes", run, "--json", *filters))]
 
