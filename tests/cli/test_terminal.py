@@ -164,7 +164,6 @@ def test_schema_suggests_nearest_view_or_column(run: str, capsys: pytest.Capture
     assert "v_episodes" in agentrl(capsys, "sql", "--schema", "v_episode", code=5)
     assert "mean_reward" in agentrl(capsys, "sql", "SELECT mean_rewrd FROM v_iterations", code=2)
     assert "v_iterations" in agentrl(capsys, "sql", "SELECT mean_reward FROM v_iteration", code=2)
-    assert "The column fate is in v_ledger" in agentrl(capsys, "sql", "SELECT fate FROM v_episodes", code=2)
     assert "--schema" in agentrl(capsys, "sql", code=2)
 
 

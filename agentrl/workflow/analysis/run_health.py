@@ -224,12 +224,12 @@ def list_iteration_troubles(run: str, iterations: Sequence[IterationRecord], alg
                 troubles[subject] = Trouble(f"{fact.text}.")
         for subject, trouble in troubles.items():
             by_subject.setdefault(subject, []).append((iteration.row["iteration"], trouble))
-    found = []
+    summaries = []
     for its in by_subject.values():
         number, trouble = its[-1]
         where = f"In {len(its)} of {format_count(len(iterations), 'iteration')}, most recently in iteration {number}"
-        found.append(Trouble(f"{where}: {trouble.text}", f"agentrl changes {run} --iteration {number}", trouble.is_note))
-    return found
+        summaries.append(Trouble(f"{where}: {trouble.text}", f"agentrl changes {run} --iteration {number}", trouble.is_note))
+    return summaries
 
 
 def describe_health(run: Row, iterations: int, troubles: Sequence[Trouble]) -> str:

@@ -92,7 +92,7 @@ def _nearest_name_hint(sql: str, message: str) -> str:
     hint = did_you_mean(name, candidates)
     if hint.startswith("Did"):
         return hint
-    elsewhere = [view for view, row in VIEWS.items() if kind == "column" and name in row.COLUMNS]
+    elsewhere = [view for view, row in VIEWS.items() if kind == "column" and candidates and name in row.COLUMNS]
     return f"The column {name} is in {', '.join(elsewhere)}: agentrl sql --schema {elsewhere[0]}" if elsewhere else ""
 
 
