@@ -24,7 +24,7 @@ from agentrl.cli.resolve_targets import (
 from agentrl.cli.verify import verify as verified
 from agentrl.workflow.analysis.transcript import as_document, transcript_lines
 from agentrl.workflow.errors import ConfigError
-from agentrl.workflow.runtime.shown_text import cell, one_line
+from agentrl.workflow.runtime.shown_text import cell, format_count, one_line
 
 RUN_COLUMNS = (
     "id", "run", "kind", "status", "dataset", "model", "done=iterations", "episodes_done=episodes", "last_reward=reward",
@@ -41,10 +41,10 @@ EPISODE_MINOR_COLUMNS = (
     "question", "reference", "fate",
 )  # fmt: skip
 TASK_COLUMNS = (
-    "task_id=id", "task", "question", "reference", "groups=seen", "mean_reward=reward", "last_reward=last", "first_solved",
-    "last_solved", "worst",
+    "task_id=id", "task", "question", "reference", "solved", "mean_reward=mean reward", "last_reward=last reward",
+    "first_solved=first solved", "last_solved=last solved", "worst=worst episode",
 )  # fmt: skip
-TASK_MINOR_COLUMNS = ("first_solved", "last_solved", "question", "last_reward", "groups", "reference", "worst")
+TASK_MINOR_COLUMNS = ("first_solved", "last_solved", "question", "last_reward", "reference", "worst")
 QUESTION_CHARS = 48
 ANSWER_CHARS = 18
 """The most characters of an answer in a list. `replay` shows the complete answer."""
@@ -189,7 +189,7 @@ def _episode_row(row: Any) -> dict[str, Any]:
 
 def tasks(
     run: NewestRun = None,
-    outcome: Annotated[str | None, _filter_option("Only solved, never_solved or unlearned tasks.")] = None,
+    outcome: Annotated[str | None, _filter_option("Only solved, never_solved or no_longer_solved tasks.")] = None,
     search: Annotated[
         str | None, typer.Option(help="Only with this text in the question, the key or the reference.", show_default=False)
     ] = None,
@@ -197,7 +197,11 @@ def tasks(
     limit: Limit = 50,
     as_json: Json = False,
 ) -> None:
-    """List the tasks of a run: their rewards, when they were solved first and last, or never."""
+    """List the tasks of a run: in how many of its groups each was solved, in which iterations, and its rewards.
+
+    A group is the episodes of one task in one iteration. A task is solved in a group if one of its episodes is right. It is no
+    longer solved if it was solved once, but not in its newest group.
+    """
     from agentrl.workflow.store.reads import task_rows
 
     if sort:
@@ -214,7 +218,10 @@ def tasks(
         show_json(rows[:limit])
     elif rows:
         show_rows([_task_row(row) for row in rows[:limit]], TASK_COLUMNS, TASK_MINOR_COLUMNS)
-        say(f"A task is solved when {page.solved_means if page else ''}. Its episodes: agentrl episodes {run} --task KEY")
+        solved, judged = rows[0]["solved_groups"], rows[0]["judged_groups"]
+        counts = f"`{solved} of {judged}`: the task has {format_count(judged, 'group')} with a reward. In {solved} of them,"
+        say(f"{counts} {page.solved_means if page else ''}. `first solved` and `last solved` are iterations.")
+        say(f"The episodes of a task: agentrl episodes {run} --task KEY")
     else:
         say("No task matches these filters.")
     if len(rows) > limit or (page and page.next):
@@ -225,7 +232,8 @@ def _task_row(row: Any) -> dict[str, Any]:
     worst = row["worst"] and f"{row['worst']['episode']} ({cell(row['worst']['reward'])})"
     first = row["first_solved"] or "never"
     short = {"question": one_line(row["question"], QUESTION_CHARS), "reference": one_line(row["reference"], ANSWER_CHARS)}
-    return {**row, **short, "worst": worst, "first_solved": first}
+    solved = f"{row['solved_groups']} of {row['judged_groups']}"
+    return {**row, **short, "solved": solved, "worst": worst, "first_solved": first}
 
 
 def _check_words(status: str | None, stop_reason: str | None) -> None:

@@ -1,12 +1,16 @@
-"""`agentrl changes`: what changed in an iteration."""
+"""`agentrl changes`: whether something is wrong in a run, its largest changes of the mean reward, and what changed in one
+iteration.
+"""
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
-from agentrl.cli.console import Json, say, show_json, show_rows
+from agentrl.cli.console import Json, say, show, show_json, show_rows, show_wrapped
 from agentrl.cli.options import MAX_INTEGER
 from agentrl.cli.resolve_targets import NewestRun, pick_run, stored_reader
+from agentrl.cli.run_view import OPEN_STATUSES
 from agentrl.workflow.runtime.shown_text import cell, one_line
 
 QUESTION_CHARS = 60
@@ -16,21 +20,58 @@ def changes(
     run: NewestRun = None,
     iteration: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_INTEGER, help="The iteration (from 1) [the newest that is done].", show_default=False),
+        typer.Option(min=1, max=MAX_INTEGER, help="Show what changed in this iteration (from 1) instead.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what changed in an iteration: rewards, errors, tasks, and warning signs in its update."""
-    from agentrl.workflow.analysis.run_health import list_update_troubles
-    from agentrl.workflow.store.reads.iteration_changes import load_iteration_changes
-    from agentrl.workflow.store.reads.iteration_rows import load_iteration
-    from agentrl.workflow.store.reads.run_rows import describe_run
+    """Say whether something is wrong in a run, and show the largest drop and the largest gain of its mean reward.
 
+    With --iteration, show what changed in an iteration: rewards, errors, tasks, and warning signs in its update.
+    """
     db = stored_reader()
     run = pick_run(db, run)
-    number = iteration or max(1, describe_run(db, run).iterations_done)
+    if iteration is None:
+        _show_run(db, run, as_json)
+    else:
+        _show_iteration(db, run, iteration, as_json)
+
+
+def _show_run(db: Any, run: str, as_json: bool) -> None:
+    from agentrl.workers.requests.run_verdict import judge_run
+    from agentrl.workflow.analysis.run_health import describe_reward_change
+    from agentrl.workflow.store.reads.iteration_changes import load_reward_extremes
+
+    verdict, extremes = judge_run(db, run), load_reward_extremes(db, run)
+    changed = {name: asdict(change) if change else None for name, change in (("drop", extremes.drop), ("gain", extremes.gain))}
+    if as_json:
+        show_json({**asdict(verdict), **changed})
+        return
+    show_wrapped(verdict.sentence)
+    for trouble in verdict.troubles:
+        show_wrapped(f"{'note' if trouble.is_note else 'problem'}: {trouble.text}", trouble.command)
+    if verdict.health:
+        facts = "; ".join(fact.text for fact in verdict.health.facts)
+        show_wrapped(f"newest iteration, {verdict.health.iteration}: {facts}")
+    for name, change in changed.items():
+        if change is not None:
+            text, cause = describe_reward_change(change)
+            show(f"largest {name} of the mean reward: {text}")
+            show_wrapped(f"  {cause}", f"agentrl changes {verdict.run} --iteration {change['iteration']}")
+        else:
+            show(f"largest {name} of the mean reward: none")
+    if verdict.status not in OPEN_STATUSES:
+        say(f"Where the seconds went: agentrl watch {verdict.run}")
+    if verdict.health:
+        say(f"What changed in the newest iteration: agentrl changes {verdict.run} --iteration {verdict.health.iteration}")
+
+
+def _show_iteration(db: Any, run: str, number: int, as_json: bool) -> None:
+    from agentrl.workers.requests.run_verdict import judge_iteration
+    from agentrl.workflow.store.reads.iteration_changes import load_iteration_changes
+    from agentrl.workflow.store.reads.iteration_rows import load_iteration
+
     details, changed = load_iteration(db, run, number), load_iteration_changes(db, run, number)
-    troubles = list_update_troubles(run, details.iteration, details.updates, details.groups, details.algorithm)
+    _, troubles = judge_iteration(details, run)
     if as_json:
         fields = ("before", "numbers", "parts", "errors", "tasks", "again", "examples")
         lines = [{"text": trouble.text, "command": trouble.command} for trouble in troubles]
@@ -42,9 +83,13 @@ def changes(
     show_rows([row for row in rows if (row["before"], row["now"]) != (None, None)], ("what", "before", "now", "change"))
     if changed.tasks:
         tasks = [{**row, **_values(row), "question": one_line(row["question"], QUESTION_CHARS)} for row in changed.tasks]
-        show_rows(tasks, ("task", "question", "since", "before", "now", "change", "worst=worst episode"), ("question",))
+        columns = ("task", "question", "previous=previous iteration", "before", "now", "change", "worst=worst episode")
+        show_rows(tasks, columns, ("question",))
+        say("`previous iteration` is the last one before that sampled the task; `before` is the mean reward of the task there.")
     for trouble in troubles:
         say(f"{trouble.text} {trouble.command}".rstrip())
+    if all(trouble.is_note for trouble in troubles):
+        say(f"Iteration {number} has no warning sign.")
     if worst := changed.examples["worst"]:
         say(f"The worst episode: agentrl replay {worst['id']}")
 

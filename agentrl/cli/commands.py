@@ -39,10 +39,10 @@ GROUPS: Mapping[str, Mapping[str, Entry]] = {
     "Look": {
         "ui": Entry("agentrl.cli.ui:ui", "Show runs in a browser, or export one as a file."),
         "runs": Entry("agentrl.cli.browse:runs", "List the newest runs."),
-        "watch": Entry("agentrl.cli.watch:watch", "Follow a run to its end."),
+        "watch": Entry("agentrl.cli.watch:watch", "Follow a run to its end; then see where its seconds went."),
         "episodes": Entry("agentrl.cli.browse:episodes", "List a run's episodes, with filters."),
-        "tasks": Entry("agentrl.cli.browse:tasks", "List a run's tasks: solved when, never, unlearned."),
-        "changes": Entry("agentrl.cli.changes:changes", "Show what changed in an iteration, and warning signs."),
+        "tasks": Entry("agentrl.cli.browse:tasks", "List a run's tasks: how often and when each was solved."),
+        "changes": Entry("agentrl.cli.changes:changes", "Say what is wrong in a run, or changed in an iteration."),
         "replay": Entry("agentrl.cli.browse:replay", "Show an episode's transcript or tokens, or verify it."),
         "prompts": Entry("agentrl.cli.prompts:prompts", "List the versions of a run's prompts and their gains."),
         "events": Entry("agentrl.cli.browse:events", "List the events of a run."),

@@ -27,7 +27,7 @@ from agentrl.workers.requests.eval_comparison import (
     right_by_names,
 )
 from agentrl.workflow.config import RunConfig, build
-from agentrl.workflow.errors import ConfigError, NotFoundError
+from agentrl.workflow.errors import AgentRLError, ConfigError, NotFoundError
 from agentrl.workflow.runtime.shown_text import cell, one_line
 
 if TYPE_CHECKING:
@@ -117,12 +117,14 @@ def _compare_runs(first: str, second: str, as_json: bool) -> None:
         return
     show(f"A {differences.runs[0]['run']}  B {differences.runs[1]['run']}")
     columns = ("one=A", "other=B")
+    if {row["key"] for row in differences.config} == {"seed"}:
+        say("Their configs are the same except for the seed, so the other differences are chance.")
     if differences.config:
         values = [{"key": row["key"], "one": _short(row["one"]), "other": _short(row["other"])} for row in differences.config]
         show_rows(values, ("key=config", *columns))
     else:
         say("Their configs are the same.")
-    show_rows([{**row} for row in differences.numbers], ("name=final number", *columns))
+    show_rows(_name_missing_evaluations(differences.numbers), ("name=final number", *columns))
     if differences.tasks:
         tasks = [{**row, "question": one_line(row["question"], QUESTION_CHARS)} for row in differences.tasks]
         episodes = ("one_episode=episode of A", "other_episode=episode of B")
@@ -130,6 +132,26 @@ def _compare_runs(first: str, second: str, as_json: bool) -> None:
         pair = f"{differences.tasks[0]['one_episode']} --diff {differences.tasks[0]['other_episode']}"
         say(f"The first difference of the first pair: agentrl replay {pair}")
     say(f"{len(differences.tasks)} of {differences.shared} tasks that both sampled have different rewards.")
+    say(_policies_hint(*(row["run"] for row in differences.runs)))
+
+
+def _name_missing_evaluations(numbers: Sequence[Row]) -> list[Row]:
+    """Return the numbers of two runs, with "never evaluated" for the numbers of a run without an evaluation."""
+    from agentrl.workflow.store.reads.run_differences import EVALUATIONS
+
+    measured = [row for row in numbers if row["name"] in EVALUATIONS]
+    never = {side: "never evaluated" for side in ("one", "other") if all(row[side] is None for row in measured)}
+    return [{**row, **(never if row["name"] in EVALUATIONS else {})} for row in numbers]
+
+
+def _policies_hint(first: str, second: str) -> str:
+    """Return how to compare the policies of two runs on the same tasks."""
+    compare_command = f"agentrl compare {first} {second}"
+    try:
+        find_pair(first, second, None, None)
+    except AgentRLError as error:
+        return f"To compare their policies on the same tasks, first: {error.hint}; then: {compare_command}"
+    return f"Compare their policies on the same tasks: {compare_command}"
 
 
 def _short(value: Any) -> str:

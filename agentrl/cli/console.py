@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -19,6 +20,8 @@ import typer
 from agentrl.workflow.runtime.shown_text import Line, cell, clean, one_line, plain
 
 T = TypeVar("T")
+MAX_TEXT_WIDTH = 140
+"""The most characters on a line of a wrapped text."""
 MAX_BRANCH_CHARS = 60
 """The most characters of the lines that connect a node of a tree. Of a deeper node, only the last ones are drawn."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -32,6 +35,13 @@ def say(text: str) -> None:
 def show(text: str) -> None:
     """Print a line of data on stdout and flush it."""
     print(clean(text), flush=True)
+
+
+def show_wrapped(text: str, command: str = "") -> None:
+    """Print a text on stdout, on lines as wide as the terminal, and then a command, which is never divided."""
+    width = min(_width(), MAX_TEXT_WIDTH)
+    lines = textwrap.wrap(clean(text), width, subsequent_indent="  ", break_on_hyphens=False)
+    show_lines((line, "") for line in [*lines, *([f"  {command}"] if command else [])])
 
 
 def show_json(value: Any) -> None:

@@ -271,13 +271,16 @@ def summary(view: RunView) -> list[Line]:
 
 
 def _seconds_lines(view: RunView) -> list[str]:
-    """Return lines that say where the run's seconds went."""
-    of = {"run": "its iterations", "episodes": "its episodes, added up"}
-    parts = {
-        name: ", ".join(f"{row['part']} {row['seconds']:.1f} s" for row in view.seconds if row["of"] == kind)
-        for kind, name in of.items()
-    }
-    return [f"seconds of {name}: {text}" for name, text in parts.items() if text]
+    """Return lines that say where the run's seconds went. The parts add up to the total."""
+    lines = []
+    for of, title in (
+        ("run", "seconds of the run"),
+        ("episodes", "seconds of its episodes, which run at the same time, added up"),
+    ):
+        rows = [row for row in view.seconds if row["of"] == of]
+        lines += [f"{title}: {sum(row['seconds'] for row in rows):.1f}"] * bool(rows)
+        lines += [f"  {row['part']:<26} {row['seconds']:>9.1f} {row['share']:>6.1%}" for row in rows]
+    return lines
 
 
 def trained_on_query(run: str) -> str:

@@ -24,7 +24,7 @@ class RunView:
         flat: lines that say why there is no training signal.
         trackers: lines with the run's pages in trackers.
         machines: the newest row of `v_machine` of each host that reports its load at present.
-        seconds: for a run that has ended, the seconds that each kind of work took. See `load_run_seconds`.
+        seconds: for a run that has ended, where its seconds went. See `load_run_seconds`.
     """
 
     run: Row

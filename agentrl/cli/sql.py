@@ -27,6 +27,9 @@ def sql(
 
     The views begin with v_; --schema explains them and their columns. rl_i4(blob) and rl_f4(blob) return the token ids and
     logprobs of step_tokens as JSON.
+
+    The view v_ledger has the fate of an episode: that an update trained on it, or why none did. Example: SELECT e.id, l.fate
+    FROM v_episodes e JOIN v_ledger l ON l.episode_id = e.id AND l.run = e.run WHERE e.run = 'RUN'
     """
     from agentrl.workflow.errors import ConfigError
     from agentrl.workflow.settings import settings

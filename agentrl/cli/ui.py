@@ -124,4 +124,4 @@ def _export(store: "ReadOnlyStore", run: str, out: Path | None, episodes: list[i
     left_out = write_export(store, run, file, episodes, int(limit_mb * 1_000_000), force, say)
     show(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
     if left_out:
-        say(left_out)
+        say(f"{left_out} A larger file contains more: --limit-mb {2 * limit_mb:.0f}")

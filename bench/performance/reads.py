@@ -12,6 +12,7 @@ from typing import Any
 
 from sqlalchemy import select, text
 
+from agentrl.workers.requests import run_verdict
 from agentrl.workflow.store import (
     blocked_runs,
     control_reads,
@@ -36,11 +37,13 @@ from agentrl.workflow.store.reads import (
     eval_results,
     event_rows,
     group_rows,
+    iteration_changes,
     iteration_rows,
     ledger,
     open_work,
     provenance,
     run_rows,
+    run_seconds,
 )
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter
 from agentrl.workflow.store.reads.eval_results import EvalFilter
@@ -193,6 +196,7 @@ def lists(run: Run) -> dict[str, Read]:
         "list_fates": lambda database: ledger.list_fates(database, name, 1),
         "list_episodes, last page": _page(name, {}, offset=last),
         "list_episodes, best": _page(name, {}, sort="-reward"),
+        "list_episodes, advantage": _page(name, {}, sort="-advantage"),
         "list_episodes, text": _page(name, {"text": "4_2%"}),
         "versions_before": lambda database: repair.list_versions_before(database, run.id, run.published),
     }
@@ -238,6 +242,9 @@ def sums(run: Run) -> dict[str, Read]:
     episode = max(1, run.iterations * PER_ITERATION // 2)
     found: dict[str, Read] = {
         "why": lambda database: ledger.explain_fate(database, episode),
+        "verdict": lambda database: run_verdict.judge_run(database, run.name),
+        "reward_extremes": lambda database: iteration_changes.load_reward_extremes(database, run.name),
+        "seconds": lambda database: run_seconds.load_run_seconds(database, run.name),
         "most_frequent_failure": lambda database: run_rows.find_most_frequent_failure(database, run.name),
         "gc: needs": lambda database: retention.find_needs(database, run.id, {f"v{n}" for n in range(run.published)}, None),
         "stored_run": lambda database: forks.load_stored_run(database, run.id, (), "default", 2),

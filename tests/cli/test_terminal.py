@@ -88,6 +88,8 @@ def test_sort_option_is_ascending_or_descending_with_minus(
 
     assert rewards("-reward") == [1, 1, 0, 0, None, None, None, None]
     assert rewards("reward") == [0, 0, 1, 1, None, None, None, None]
+    assert rewards("-advantage") == rewards("-reward"), "the advantage is 1 or -1, by the reward"
+    assert rewards("advantage") == rewards("reward")
     assert json.loads(agentrl(capsys, "runs", "--sort", "-best", "--limit", "1", "--json"))[0]["run"] == run
     assert "reward" in agentrl(capsys, "episodes", "--sort", "rewards", code=2)
     assert "seconds" in agentrl(capsys, "runs", "--sort", "second; DROP TABLE runs", code=2)
@@ -294,8 +296,36 @@ def test_tasks_command_lists_outcomes(run: str, capsys: pytest.CaptureFixture[st
     assert json.loads(agentrl(capsys, "tasks", "--outcome", "never_solved", "--json")) == []
     listed = agentrl(capsys, "tasks", run, "--sort", "-task").splitlines()
     assert [line.split()[1] for line in listed[1:3]] == ["train/1", "train/0"]
+    assert [" 1 of 1 " in line for line in listed] == [False, True, True]
     assert [task["task"] for task in json.loads(agentrl(capsys, "tasks", "--search", "2 + 1", "--json"))] == ["train/1"]
     assert "never_solved" in agentrl(capsys, "tasks", "--outcome", "never", code=2)
+
+
+def test_changes_command_judges_run_or_shows_iteration(run: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    found = json.loads(agentrl(capsys, "changes", "--json"))
+    assert (found["run"], found["is_healthy"], found["troubles"]) == (run, True, [])
+    assert (found["health"]["iteration"], found["drop"], found["gain"]) == (1, None, None)
+    printed = agentrl(capsys, "changes")
+    assert printed.startswith("by-hand is running. Nothing is wrong: in its finished iteration,")
+    assert "largest drop of the mean reward: none" in printed
+    assert json.loads(agentrl(capsys, "changes", run, "--iteration", "1", "--json"))["iteration"] == 1
+    assert "part numeric_answer" in agentrl(capsys, "changes", run, "--iteration", "1")
+    assert "no iteration 9" in agentrl(capsys, "changes", run, "--iteration", "9", code=5)
+
+
+def test_compare_runs_says_never_evaluated_and_what_to_type(
+    run: str,  # noqa: F811
+    data: Database,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ready(data, submission("other", seed=3))
+    assert main(["compare", run, "other", "--runs"]) == 0
+    output = capsys.readouterr()
+    lines = {line.partition("  ")[0]: line.split()[-2:] for line in output.out.splitlines()}
+    assert lines["held-out reward, newest"] == ["never", "evaluated"]
+    assert lines["iterations planned"] == ["2", "1"]
+    assert lines["seed"] == ["0", "3"]
+    assert "agentrl eval --policy by-hand; then: agentrl compare by-hand other" in output.err
 
 
 def test_episodes_command_searches_and_filters(run: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811

@@ -6,7 +6,17 @@ import pytest
 from sqlalchemy import insert, text
 
 from agentrl.workers.page.demo import open_demo
-from agentrl.workflow.analysis.run_health import describe_groups, list_health_facts, list_update_troubles
+from agentrl.workflow.analysis.run_health import (
+    GroupCounts,
+    IterationRecord,
+    Trouble,
+    describe_groups,
+    describe_health,
+    describe_reward_change,
+    list_health_facts,
+    list_iteration_troubles,
+    list_update_troubles,
+)
 from agentrl.workflow.store import train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import open_database
@@ -33,7 +43,7 @@ def test_changes_route_explains_drop(sqlite: Database) -> None:
     assert numbers["failed calls"] == (0.0, 1.0)
     assert changes["parts"] == [{"part": "numeric_answer", "now": 0.0, "before": 0.3125}]
     assert changes["errors"] == [{"error_class": "code_error", "tool": "run_code", "now": 4, "before": 0}]
-    assert [(row["task"], row["since"], row["before"], row["now"]) for row in changes["tasks"]] == [
+    assert [(row["task"], row["previous"], row["before"], row["now"]) for row in changes["tasks"]] == [
         ("train/0", 2, 0.5, 0.0),
         ("train/1", 2, 0.125, 0.0),
     ]
@@ -77,41 +87,74 @@ def test_iteration_route_says_why_update_was_skipped(database: Database) -> None
     ],
 )
 def test_update_health_names_what_is_off(name: str, value: float, word: str) -> None:
-    groups = groups_of(right=2, equal=2, different=4)
-    assert list_update_troubles("first", ITERATION, [HEALTHY, HEALTHY], groups, "grpo") == []
-    (trouble,) = list_update_troubles("first", ITERATION, [HEALTHY, {**HEALTHY, name: value}], groups, "grpo")
+    def troubles(update: dict[str, float | None]) -> list[Trouble]:
+        return list_update_troubles("first", IterationRecord(ITERATION, [HEALTHY, update], GroupCounts(8, 4, 2)), "grpo")
+
+    assert troubles(HEALTHY) == []
+    (trouble,) = troubles({**HEALTHY, name: value})
     assert word in trouble.text
-    assert list_update_troubles("first", ITERATION, [{**HEALTHY, name: None}], groups, "grpo") == []
-
-
-def groups_of(right: int, equal: int, different: int) -> list[dict[str, bool]]:
-    """Groups in which all episodes are right, have equal rewards and are wrong, and have different rewards."""
-    kinds = ((right, True, True), (equal, True, False), (different, False, True))
-    return [{"flat": flat, "solved": solved} for count, flat, solved in kinds for _ in range(count)]
+    assert troubles({**HEALTHY, name: None}) == []
 
 
 @pytest.mark.parametrize(
-    ("groups", "algorithm", "text", "is_note"),
+    ("counts", "algorithm", "text", "is_note"),
     [
-        (groups_of(0, 5, 3), "grpo", "5 of 8 groups have equal rewards and no right episode", False),
-        (groups_of(5, 0, 3), "grpo", "5 of 8 groups are solved and have equal rewards, so they teach nothing more.", True),
-        (groups_of(4, 4, 0), "grpo", "", False),
-        (groups_of(0, 8, 0), "ppo", "", False),
-        (groups_of(0, 8, 0), "my_module:mine", "", False),
-        (groups_of(0, 8, 0), None, "", False),
+        (GroupCounts(8, 5, 0), "grpo", "5 of 8 groups have equal rewards and no right episode", False),
+        (GroupCounts(8, 5, 5), "grpo", "5 of 8 groups are solved and have equal rewards, so they teach nothing more.", True),
+        (GroupCounts(8, 8, 4), "grpo", "", False),
+        (GroupCounts(8, 8, 0), "ppo", "", False),
+        (GroupCounts(8, 8, 0), "my_module:mine", "", False),
+        (GroupCounts(8, 8, 0), None, "", False),
     ],
 )
-def test_iteration_health_of_groups(groups: list[dict[str, bool]], algorithm: str | None, text: str, is_note: bool) -> None:
-    troubles = list_update_troubles("first", ITERATION, [HEALTHY], groups, algorithm)
+def test_iteration_health_of_groups(counts: GroupCounts, algorithm: str | None, text: str, is_note: bool) -> None:
+    troubles = list_update_troubles("first", IterationRecord(ITERATION, [HEALTHY], counts), algorithm)
     assert [(trouble.text.startswith(text), trouble.is_note) for trouble in troubles] == ([(True, is_note)] if text else [])
 
 
+WELL = {
+    "groups": 8, "flat_groups": 4, "tool_calls": 4, "tool_errors": 1, "trainable": 16, "episodes": 16, "staleness": 1,
+    "rollout_seconds": 2.5, "update_seconds": 0.5, "skipped": "",
+}  # fmt: skip
+"""A healthy iteration."""
+
+
+def test_iteration_troubles_count_each_kind_once() -> None:
+    rows = [
+        {**WELL, "iteration": number, "tool_errors": 4 * (number < 3), "trainable": 12 + number, "flat_groups": 5}
+        for number in (1, 2, 3, 4)
+    ]
+    records = [IterationRecord(row, [HEALTHY], GroupCounts(8, 5, 5)) for row in rows]
+    solved, calls, usable = list_iteration_troubles("first", records, "grpo")
+    assert calls == Trouble(
+        "In 2 of 4 iterations, most recently in iteration 2: 4 of 4 tool calls failed.", "agentrl changes first --iteration 2"
+    )
+    assert (solved.is_note, solved.text[:44]) == (True, "In 4 of 4 iterations, most recently in itera")
+    assert usable.text == "In 3 of 4 iterations, most recently in iteration 3: 15 of 16 episodes usable."
+    run = {"run": "first", "status": "done", "reason": "", "kind": "train"}
+    assert describe_health(run, 4, [calls, solved]) == "first is done. 1 problem:"
+    assert describe_health(run, 4, [solved]).startswith("first is done. Nothing is wrong: in all 4 finished iterations,")
+    assert "No iteration has ended" in describe_health({**run, "status": "running"}, 0, [])
+
+
+@pytest.mark.parametrize(
+    ("again", "then", "now", "cause"),
+    [
+        (0, None, None, "The tasks are different ones: none of the 6 tasks of iteration 7 was sampled before."),
+        (6, 0.75, 0.5, "The same tasks became worse: 6 of the 6 tasks of iteration 7 were sampled before,"),
+        (1, 0.5, 0.5, "It comes mainly from different tasks: 1 of the 6 tasks of iteration 7 was sampled before,"),
+        (6, 0.5, 0.75, "It comes mainly from different tasks"),
+    ],
+)
+def test_reward_change_names_its_cause(again: int, then: float | None, now: float | None, cause: str) -> None:
+    change = {"iteration": 7, "previous": 6, "before": 0.75, "now": 0.5, "tasks": 6, "again": again}
+    text, sentence = describe_reward_change({**change, "again_before": then, "again_now": now})
+    assert text == "0.75 -> 0.5 (-0.25), iteration 6 to 7"
+    assert sentence.startswith(cause)
+
+
 def test_health_facts_mark_what_is_off() -> None:
-    healthy = {
-        "groups": 8, "flat_groups": 4, "tool_calls": 4, "tool_errors": 1, "trainable": 16, "episodes": 16, "staleness": 1,
-        "rollout_seconds": 2.5, "update_seconds": 0.5, "skipped": "",
-    }  # fmt: skip
-    facts = list_health_facts(healthy, 3, "grpo")
+    facts = list_health_facts(WELL, 3, "grpo")
     assert [fact.text for fact in facts] == [
         "4 of 8 groups with different rewards, 3 solved with equal rewards, 1 with equal rewards",
         "1 of 4 tool calls failed",
@@ -121,7 +164,7 @@ def test_health_facts_mark_what_is_off() -> None:
     ]
     assert not any(fact.is_off for fact in facts)
     ill = {"flat_groups": 8, "tool_errors": 2, "trainable": 15, "staleness": 2, "skipped": "the loss is nan"}
-    facts = list_health_facts({**healthy, **ill}, 3, "grpo")
+    facts = list_health_facts({**WELL, **ill}, 3, "grpo")
     assert [fact.is_off for fact in facts] == [True, True, True, True, False, True]
 
 
@@ -131,7 +174,7 @@ def test_iteration_route_counts_groups_in_words(sqlite: Database) -> None:
     (run,) = values(sqlite, "SELECT id FROM runs WHERE name = 'code'")
     told = [page.read(f"/api/runs/{run}/iterations/{number}")["counted"] for number in (1, 2, 3)]
     assert told == ["2, 1 with equal rewards", "2", "2, 2 with equal rewards"]
-    many = describe_groups(8, 4, 3, {"dropped_groups": 2, "more_groups": 1})
+    many = describe_groups(GroupCounts(8, 4, 3), {"dropped_groups": 2, "more_groups": 1})
     assert many == "8, 3 solved with equal rewards, 1 with equal rewards, 2 dropped, 1 additional"
 
 

@@ -39,6 +39,7 @@ def test_tasks_route_shows_iteration_that_solved_task(database: Database) -> Non
     assert not one["never_solved"]
     assert found["solved_means"] == "an episode is right: numeric_answer at full value"
     assert one["points"] == [[1, 0.25], [2, 0.5], [3, 0.0]]
+    assert (one["solved_groups"], one["judged_groups"], other["solved_groups"]) == (1, 3, 1)
     assert (one["groups"], one["mean_reward"], one["last_reward"], one["role"]) == (3, 0.25, 0.0, "train")
     assert one["best"]["reward"] == 1.0
     assert one["worst"]["reward"] == 0.0
@@ -60,11 +61,11 @@ def test_tasks_route_filters_by_outcome(database: Database) -> None:
     assert {outcome: [row["task"] for row in rows] for outcome, rows in named.items()} == {
         "solved": [task for task, row in tasks.items() if row["first_solved"] == 1],
         "never_solved": [task for task, row in tasks.items() if row["never_solved"]],
-        "unlearned": [task for task, row in tasks.items() if row["unlearned"]],
+        "no_longer_solved": [task for task, row in tasks.items() if row["no_longer_solved"]],
     }
     assert all(len(rows) == 1 for rows in named.values())
-    assert named["unlearned"][0]["last_solved"] == 1
-    assert named["unlearned"][0]["question"].startswith("What is 6*")
+    assert named["no_longer_solved"][0]["last_solved"] == 1
+    assert named["no_longer_solved"][0]["question"].startswith("What is 6*")
     assert page.ask("/api/runs/1/tasks", outcome="solvd")[0] == 422
 
 
@@ -106,7 +107,7 @@ def whole_list(page: PageOver, run: int, **asked: Any) -> list[dict[str, Any]]:
 
 def test_tasks_route_pages_each_task_once_in_every_order(grown: Database) -> None:
     page = PageOver(grown)
-    columns = {"id": "task_id", "reward": "mean_reward", "last": "last_reward"}
+    columns = {"id": "task_id", "reward": "mean_reward", "last": "last_reward", "solved": "solved_groups"}
     ends = ("best", "worst")
     for order in TASK_ORDERS:
         for way in ("", "-"):

@@ -103,11 +103,11 @@ def test_question_which_tasks_are_never_solved(read: Any, terminal: Any) -> None
     reader.click("button:text-is('never solved')")
     assert reader.page.locator("main tbody tr").count() == 1
     reader.sees("What is 6*1?", "never")
-    reader.click("button:text-is('unlearned')")
+    reader.click("button:text-is('no longer solved')")
     assert reader.page.locator("main tbody tr").count() == 1
-    reader.sees("What is 6*0?", "unlearned")
+    reader.sees("What is 6*0?", "no longer")
     assert "train/1" in terminal("tasks", "code", "--outcome", "never_solved")
-    assert "train/0" in terminal("tasks", "code", "--outcome", "unlearned")
+    assert "train/0" in terminal("tasks", "code", "--outcome", "no_longer_solved")
 
 
 def test_question_tokens_of_worst_episode(read: Any, terminal: Any) -> None:
@@ -159,12 +159,12 @@ def test_question_is_run_healthy(read: Any, terminal: Any) -> None:
 
 def test_question_where_seconds_went(read: Any, terminal: Any) -> None:
     reader = read(DEMO)
-    reader.sees("Where the seconds went", "waiting")
+    reader.sees("Where the seconds went", "unexplained")
     reader.click("nav.tabs >> text=workers")
     reader.page.wait_for_selector(".lanes svg")
     printed = terminal("watch", "demo")
-    assert "seconds of its iterations: rollout" in printed
-    assert "seconds of its episodes, added up: sampling" in printed
+    assert "seconds of the run: 27.0\n" in printed
+    assert "seconds of its episodes, which run at the same time, added up: 3" in printed
 
 
 def test_question_shares_view_and_run(read: Any, home: Path, tmp_path: Path, terminal: Any) -> None:

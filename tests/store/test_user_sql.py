@@ -213,6 +213,7 @@ def test_run_query_error_in_sql_is_bad_input(asked: Settings) -> None:
         ("SELECT * FROM nowhere", "List the views: agentrl sql --schema"),
         ("SELECT nothing_like_it FROM v_runs", "List the views: agentrl sql --schema"),
         ("SELECT status", "List the views: agentrl sql --schema"),
+        ("SELECT fate FROM v_episodes", "The column fate is in v_ledger: agentrl sql --schema v_ledger"),
     ],
 )
 def test_run_query_suggests_nearest_view_or_column(asked: Settings, wrong: str, hint: str) -> None:

@@ -43,7 +43,7 @@ def add_runs(database: Database) -> None:
 
 
 def _add_code_run(database: Database) -> None:
-    """Four iterations of two tasks: the first task is unlearned in the third, with errors; the second is never solved."""
+    """Four iterations of two tasks: the third, with errors, no longer solves the first task. The second is never solved."""
     run = planning.submit(database, submission("code", epochs=4)).id
     for rewards, program in (((0.5, 0.0), PROGRAM), ((1.0, 0.25), PROGRAM), ((0.0, 0.0), WRONG), ((0.5, 0.5), PROGRAM)):
         for group, reward in _start(database, run, rewards):

@@ -2,7 +2,7 @@
 and the terminal show the same sentences. The limits are defined only here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ MAX_RATIO, LEAST_RATIO = 1.5, 0.67
 MAX_FLAT, MAX_SOLVED, MAX_FAILED_CALLS = 0.5, 0.5, 0.25
 MAX_STALENESS = 1
 MAX_ERROR_CHARS = 300
+SAME_TASKS_SHARE = 0.5
+"""The least share of a change of the mean reward that the same tasks must explain, to call it a change of the same tasks."""
 HARDER_TASKS = "Harder tasks would teach more."
 FLAT_ITERATIONS = 3
 """The number of successive iterations without different rewards in any group, after which a reason is shown."""
@@ -37,6 +39,26 @@ class HealthFact:
 
     text: str
     is_off: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCounts:
+    """The number of groups of an iteration, of those with equal rewards (`flat`), and of those of these in which an episode is
+    right (`right`).
+    """
+
+    groups: int = 0
+    flat: int = 0
+    right: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class IterationRecord:
+    """A finished iteration: its row of v_iterations, its rows of v_updates, and the counts of its groups."""
+
+    row: Row
+    updates: Sequence[Row]
+    counts: GroupCounts
 
 
 def compares_groups(algorithm: str | None) -> bool:
@@ -108,16 +130,13 @@ def _more_variance(parts: Sequence[Row]) -> str:
     return "a reward with more levels"
 
 
-def describe_groups(groups: int, flat: int, right: int, iteration: Row) -> str:
-    """Return how many groups an iteration has, and how many of them teach nothing, as text.
-
-    Args:
-        groups: the number of all groups.
-        flat, right: the number of groups with equal rewards, and the number of these in which an episode is right.
-        iteration: a row of v_iterations.
+def describe_groups(counts: GroupCounts, iteration: Row) -> str:
+    """Return how many groups an iteration has, and how many of them teach nothing, as text. `iteration` is a row of
+    v_iterations.
     """
     others = ((iteration["dropped_groups"], "dropped"), (iteration["more_groups"], "additional"))
-    return ", ".join([str(groups), *_equal_parts(flat, right), *(f"{count} {what}" for count, what in others if count)])
+    more = (f"{count} {what}" for count, what in others if count)
+    return ", ".join([str(counts.groups), *_equal_parts(counts.flat, counts.right), *more])
 
 
 def _equal_parts(flat: int, right: int) -> list[str]:
@@ -133,60 +152,122 @@ def list_health_facts(iteration: Row, right_groups: int, algorithm: str | None) 
         right_groups: the number of groups with equal rewards in which an episode is right.
         algorithm: the run's algorithm; None for a run that does not train.
     """
-    facts, groups = [], iteration["groups"]
-    equal = iteration["flat_groups"] - right_groups
+    return [fact for _, fact in _iterate_facts(iteration, right_groups, algorithm)]
+
+
+def _iterate_facts(iteration: Row, right_groups: int, algorithm: str | None) -> Iterator[tuple[str, HealthFact]]:
+    """Yield the facts about an iteration, each with its subject."""
+    groups, equal = iteration["groups"], iteration["flat_groups"] - right_groups
     if groups and compares_groups(algorithm):
         different = f"{groups - iteration['flat_groups']} of {format_count(groups, 'group')} with different rewards"
         parts = [different, *_equal_parts(iteration["flat_groups"], right_groups)]
-        facts.append(HealthFact(", ".join(parts), equal / groups > MAX_FLAT))
+        yield "groups", HealthFact(", ".join(parts), equal / groups > MAX_FLAT)
     if calls := iteration["tool_calls"]:
         errors = iteration["tool_errors"]
-        facts.append(HealthFact(f"{errors} of {format_count(calls, 'tool call')} failed", errors / calls > MAX_FAILED_CALLS))
+        text = f"{errors} of {format_count(calls, 'tool call')} failed"
+        yield "calls", HealthFact(text, errors / calls > MAX_FAILED_CALLS)
     usable, episodes = iteration["trainable"], iteration["episodes"]
-    facts.append(HealthFact(f"{usable} of {format_count(episodes, 'episode')} usable", usable < episodes))
+    yield "episodes", HealthFact(f"{usable} of {format_count(episodes, 'episode')} usable", usable < episodes)
     if (staleness := iteration["staleness"]) is not None:
         text = f"sampled {format_count(staleness, 'version')} behind" if staleness else "sampled by the newest version"
-        facts.append(HealthFact(text, staleness > MAX_STALENESS))
+        yield "staleness", HealthFact(text, staleness > MAX_STALENESS)
     seconds = {name: iteration[f"{name}_seconds"] for name in ("rollout", "update")}
     if times := ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items() if value):
-        facts.append(HealthFact(times))
+        yield "seconds", HealthFact(times)
     if iteration["skipped"]:
-        facts.append(HealthFact(f"update skipped: {iteration['skipped']}", is_off=True))
-    return facts
+        yield "step", HealthFact(f"update skipped: {iteration['skipped']}", is_off=True)
 
 
-def list_update_troubles(
-    run: str, iteration: Row, updates: Sequence[Row], groups: Sequence[Row], algorithm: str | None
-) -> list[Trouble]:
+def list_update_troubles(run: str, iteration: IterationRecord, algorithm: str | None) -> list[Trouble]:
     """Return the problems of an iteration: those of its update (the ratio, clipped tokens, the mismatch of sampler and trainer,
     the effective sample size, the gradient) and those of its episodes (equal rewards, failed tool calls).
 
     Args:
         run: the run's name in the commands.
-        groups: of each group whether its rewards are equal (`flat`), and whether an episode is right (`solved`).
         algorithm: the run's algorithm; None for a run that does not train.
     """
-    troubles = []
-    if iteration["skipped"]:
-        troubles.append(Trouble(f"The update made no step: {iteration['skipped']}."))
-    flat = [group for group in groups if group["flat"]] if compares_groups(algorithm) else []
-    right = sum(group["solved"] for group in flat)
-    if groups and (equal := len(flat) - right) / len(groups) > MAX_FLAT:
-        text = f"{equal} of {len(groups)} groups have equal rewards and no right episode, so they teach nothing."
-        command = f"agentrl episodes {run} --iteration {iteration['iteration']} --fate no_variance"
-        troubles.append(Trouble(f"{text} Try easier tasks, or larger groups.", command))
-    if groups and right / len(groups) > MAX_SOLVED:
-        text = f"{right} of {len(groups)} groups are solved and have equal rewards, so they teach nothing more. {HARDER_TASKS}"
-        troubles.append(Trouble(text, is_note=True))
-    calls, errors = iteration["tool_calls"], iteration["tool_errors"]
+    return [trouble for _, trouble in _iterate_troubles(run, iteration, algorithm)]
+
+
+def _iterate_troubles(run: str, iteration: IterationRecord, algorithm: str | None) -> Iterator[tuple[str, Trouble]]:
+    """Yield the problems of an iteration, each with its subject."""
+    row, counts = iteration.row, iteration.counts
+    if row["skipped"]:
+        yield "step", Trouble(f"The update made no step: {row['skipped']}.")
+    if counts.groups and compares_groups(algorithm):
+        if (equal := counts.flat - counts.right) / counts.groups > MAX_FLAT:
+            text = f"{equal} of {counts.groups} groups have equal rewards and no right episode, so they teach nothing."
+            command = f"agentrl episodes {run} --iteration {row['iteration']} --fate no_variance"
+            yield "groups", Trouble(f"{text} Try easier tasks, or larger groups.", command)
+        if counts.right / counts.groups > MAX_SOLVED:
+            text = f"{counts.right} of {counts.groups} groups are solved and have equal rewards, so they teach nothing more."
+            yield "solved", Trouble(f"{text} {HARDER_TASKS}", is_note=True)
+    calls, errors = row["tool_calls"], row["tool_errors"]
     if calls and errors / calls > MAX_FAILED_CALLS:
-        command = f"agentrl episodes {run} --iteration {iteration['iteration']} --tool-errors 1"
-        troubles.append(Trouble(f"{errors} of {format_count(calls, 'tool call')} failed.", command))
+        command = f"agentrl episodes {run} --iteration {row['iteration']} --tool-errors 1"
+        yield "calls", Trouble(f"{errors} of {format_count(calls, 'tool call')} failed.", command)
     for name, (is_off, text) in _RULES.items():
-        values = [row[name] for row in updates if row[name] is not None and is_off(row[name])]
+        values = [update[name] for update in iteration.updates if update[name] is not None and is_off(update[name])]
         if values:
-            troubles.append(Trouble(text.format(cell(max(values, key=lambda value: abs(value - 1))))))
-    return troubles
+            yield name, Trouble(text.format(cell(max(values, key=lambda value: abs(value - 1)))))
+
+
+def list_iteration_troubles(run: str, iterations: Sequence[IterationRecord], algorithm: str | None) -> list[Trouble]:
+    """Return what was wrong in any of a run's finished iterations: for each kind of problem the newest one, and in how many
+    iterations it occurred. See `list_update_troubles` for the arguments.
+    """
+    by_subject: dict[str, list[tuple[int, Trouble]]] = {}
+    for iteration in iterations:
+        troubles = dict(_iterate_troubles(run, iteration, algorithm))
+        for subject, fact in _iterate_facts(iteration.row, iteration.counts.right, algorithm):
+            if fact.is_off and subject not in troubles:
+                troubles[subject] = Trouble(f"{fact.text}.")
+        for subject, trouble in troubles.items():
+            by_subject.setdefault(subject, []).append((iteration.row["iteration"], trouble))
+    summaries = []
+    for its in by_subject.values():
+        number, trouble = its[-1]
+        where = f"In {len(its)} of {format_count(len(iterations), 'iteration')}, most recently in iteration {number}"
+        summaries.append(Trouble(f"{where}: {trouble.text}", f"agentrl changes {run} --iteration {number}", trouble.is_note))
+    return summaries
+
+
+def describe_health(run: Row, iterations: int, troubles: Sequence[Trouble]) -> str:
+    """Return a sentence that says whether something is wrong in a run, also if nothing is.
+
+    Args:
+        run: a row of v_runs.
+        iterations: the number of the run's finished iterations.
+        troubles: all remarks about the run.
+    """
+    reason = one_line(run["reason"], MAX_ERROR_CHARS).rstrip(".")
+    status = f"{run['run']} is {run['status']}{': ' * bool(reason)}{reason}."
+    if problems := sum(not trouble.is_note for trouble in troubles):
+        return f"{status} {format_count(problems, 'problem')}:"
+    if not iterations:
+        return f"{status} No iteration has ended, so nothing can be said about its health."
+    what = "episodes, groups, tool calls and updates" if run["kind"] == "train" else "episodes and tool calls"
+    which = f"all {iterations} finished iterations" if iterations > 1 else "its finished iteration"
+    return f"{status} Nothing is wrong: in {which}, {what} are in their usual ranges."
+
+
+def describe_reward_change(change: Row) -> tuple[str, str]:
+    """Return a change of the mean reward as text, and a sentence that says whether the same tasks or different tasks explain
+    it. `change` has the fields of `iteration_changes.RewardChange`.
+    """
+    difference = change["now"] - change["before"]
+    rewards = f"{cell(change['before'])} -> {cell(change['now'])} ({'+' * (difference > 0)}{cell(difference)})"
+    text = f"{rewards}, iteration {change['previous']} to {change['iteration']}"
+    tasks = f"the {format_count(change['tasks'], 'task')} of iteration {change['iteration']}"
+    if not change["again"]:
+        return text, f"The tasks are different ones: none of {tasks} was sampled before."
+    same = change["again_now"] - change["again_before"]
+    explains = same * difference > 0 and abs(same) >= SAME_TASKS_SHARE * abs(difference)
+    became = "better" if difference > 0 else "worse"
+    cause = f"The same tasks became {became}" if explains else "It comes mainly from different tasks"
+    compared = f"{change['again']} of {tasks} {'was' if change['again'] == 1 else 'were'} sampled before"
+    means = f"with a mean reward of {cell(change['again_before'])} then, {cell(change['again_now'])} now"
+    return text, f"{cause}: {compared}, {means}."
 
 
 def _over(limit: float) -> Any:

@@ -208,7 +208,7 @@ class EpisodeRow(
         JOIN policies p ON p.id = i.policy_id
         LEFT JOIN consumptions c ON c.episode_id = e.id AND c.run_id = e.run_id AND c.stage = 'train'""",
 ):
-    """An episode: the turns of the policy on one task, and the reward."""
+    """An episode: its turns and its reward. v_ledger has its fate."""
 
     id: int = column("e.id")
     run: str = column("r.name")

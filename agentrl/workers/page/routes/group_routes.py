@@ -24,7 +24,9 @@ class Extreme(BaseModel):
 
 
 class ListedTask(BaseModel):
-    """A task and its groups in all iterations. Each of its `points` is [iteration, mean reward of a group]."""
+    """A task and its groups in all iterations. `judged_groups` of its `groups` have a reward; in `solved_groups` of these, an
+    episode is right. Each of its `points` is [iteration, mean reward of a group].
+    """
 
     task_id: int
     task: str
@@ -32,13 +34,15 @@ class ListedTask(BaseModel):
     reference: str
     role: str | None
     groups: int
+    judged_groups: int
+    solved_groups: int
     mean_reward: float | None
     last_reward: float | None
     change: float | None
     first_solved: int | None
     last_solved: int | None
     never_solved: bool
-    unlearned: bool
+    no_longer_solved: bool
     best: Extreme | None
     worst: Extreme | None
     points: list[tuple[int, float]]
@@ -64,7 +68,7 @@ class TaskAnswer(BaseModel):
     first_solved: int | None
     last_solved: int | None
     never_solved: bool
-    unlearned: bool
+    no_longer_solved: bool
     solved_means: str
     best: Extreme | None
     worst: Extreme | None

@@ -12,7 +12,7 @@ from agentrl.workers.page.answers import answer
 from agentrl.workers.page.routes import Store
 from agentrl.workers.page.shown.shown_texts import LISTED_CHARS, cut_rows, cut_texts, cut_value
 from agentrl.workers.page.shown.whole_run import list_shown_runs, load_run, typed_run
-from agentrl.workflow.analysis.run_health import describe_groups, list_update_troubles
+from agentrl.workers.requests.run_verdict import judge_iteration
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import (
     curves,
@@ -119,10 +119,11 @@ class HealthAnswer(BaseModel):
 
 
 class PartSeconds(BaseModel):
-    """How many seconds a part of the run's iterations took, added up over the iterations."""
+    """A part of the time from the run's start to its end. `share` is its share of this time."""
 
     part: str
     seconds: float
+    share: float
 
 
 class WholeRun(BaseModel):
@@ -417,11 +418,9 @@ def read_iteration(store: Store, run: int, number: int) -> Response:
     """Return an iteration: its metrics, its optimizer steps, its groups, and the episodes with their outcomes."""
     details = store.ask_about_run(run, lambda tx, name: iteration_rows.load_iteration(tx, name, number))
     fields = {"iteration": details.iteration, "updates": details.updates, "groups": [cut_texts(row) for row in details.groups]}
-    typed = typed_run(run, details.iteration.run)
-    troubles = list_update_troubles(typed, details.iteration, details.updates, details.groups, details.algorithm)
-    total = len(details.groups) + details.left_out
-    fields |= {"counted": describe_groups(total, details.flat, details.right, details.iteration)}
-    return answer({**fields, "left_out": details.left_out, "troubles": [asdict(trouble) for trouble in troubles]})
+    counted, troubles = judge_iteration(details, typed_run(run, details.iteration.run))
+    fields |= {"counted": counted, "troubles": [asdict(trouble) for trouble in troubles]}
+    return answer({**fields, "left_out": details.left_out})
 
 
 @router.get("/runs/{run}/iterations/{number}/changes", response_model=ChangesAnswer)

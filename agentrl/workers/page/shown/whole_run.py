@@ -5,25 +5,18 @@ origin `settled`, or `given` in runs that recorded no origins.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from agentrl.workers.page.shown.shown_texts import LISTED_CHARS, SHOWN_CHARS, cut_rows, cut_value
-from agentrl.workflow.analysis.run_health import (
-    FLAT_ITERATIONS,
-    Trouble,
-    has_no_signal,
-    is_all_right,
-    list_failures,
-    list_flat_lines,
-    list_health_facts,
-)
+from agentrl.workers.requests.run_verdict import describe_newest, list_run_troubles
+from agentrl.workflow.analysis.run_health import FLAT_ITERATIONS
 from agentrl.workflow.config import NAME_PATTERN, RunConfig
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import run_details, run_rows
 from agentrl.workflow.store.reads.eval_results import count_evals
-from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations, load_solved_groups
+from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations
 from agentrl.workflow.store.reads.label_rows import notes_of
 from agentrl.workflow.store.reads.lineage import find_children, find_sources
 from agentrl.workflow.store.reads.open_work import list_open_work
@@ -31,7 +24,7 @@ from agentrl.workflow.store.reads.paging import Paging
 from agentrl.workflow.store.reads.run_details import StoredConfig, load_summaries
 from agentrl.workflow.store.reads.run_differences import flat_config
 from agentrl.workflow.store.reads.run_seconds import load_run_seconds
-from agentrl.workflow.tables.views import IterationRow, RunRow
+from agentrl.workflow.tables.views import RunRow
 
 CHILDREN_SHOWN = 100
 OPEN_WORK_SHOWN = 200
@@ -57,6 +50,7 @@ def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
     (shown_run,) = list_shown_runs(tx, [run_rows.run_by_id(tx, run)])
     children = find_children(tx, run, CHILDREN_SHOWN + 1)
     newest = list_iterations(tx, IterationFilter(name, status="done"), Paging(FLAT_ITERATIONS, sort="-iteration")).rows
+    algorithm = shown_run["algorithm"] if shown_run["kind"] == "train" else None
     work = (asdict(claim) for claim in list_open_work(tx) if claim.run == name) if shown_run["status"] == "running" else ()
     return {
         "run": shown_run,
@@ -65,8 +59,8 @@ def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
         "manifest": run_details.load_manifest(tx, run),
         "progress": run_rows.count_progress(tx, name),
         "waits_for": shown_run["waits_for"],
-        "troubles": [asdict(trouble) for trouble in _list_troubles(tx, shown_run, typed_run(run, name), newest)],
-        "health": _describe_health(tx, shown_run, newest[0]) if newest else None,
+        "troubles": [asdict(trouble) for trouble in list_run_troubles(tx, shown_run, typed_run(run, name), newest)],
+        "health": asdict(describe_newest(tx, shown_run, newest[0], algorithm)) if newest else None,
         "seconds": load_run_seconds(tx, name, episodes=False),
         "sampled_on": run_rows.why_sampling_on(tx, name),
         "tags": shown_run["tags"],
@@ -79,29 +73,6 @@ def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
         "open_work": [*work][:OPEN_WORK_SHOWN],
         "evaluations": count_evals(tx, run),
     }
-
-
-def _list_troubles(tx: DriverTransaction, run: Mapping[str, Any], typed: str, newest: Sequence[IterationRow]) -> list[Trouble]:
-    """Return what went wrong in a run, and how to go on. `newest` are its newest finished iterations, the newest first."""
-    troubles = []
-    if has_no_signal(run, newest):
-        facts = run_rows.describe_flat_rewards(tx, run["run"], newest[-1].iteration)
-        if lines := list_flat_lines(facts):
-            troubles.append(Trouble("; ".join(line.strip() for line in lines), is_note=is_all_right(facts)))
-    if run["status"] in ("planned", "running"):
-        return troubles
-    failure = run_rows.find_most_frequent_failure(tx, run["run"])
-    troubles += list_failures(failure, run_rows.find_most_frequent_agent_error(tx, run["run"]), typed)
-    if run["status"] in ("paused", "failed"):
-        troubles.append(Trouble("Resume it when the cause is gone.", f"agentrl resume {typed}"))
-    return troubles
-
-
-def _describe_health(tx: DriverTransaction, run: Mapping[str, Any], iteration: IterationRow) -> dict[str, Any]:
-    """Return the facts about a finished iteration of the run."""
-    solved = load_solved_groups(tx, run["id"], iteration.iteration, only_flat=True)
-    facts = list_health_facts(iteration, len(solved), run["algorithm"] if run["kind"] == "train" else None)
-    return {"iteration": iteration.iteration, "facts": [asdict(fact) for fact in facts]}
 
 
 def list_config(config: StoredConfig) -> list[dict[str, Any]]:

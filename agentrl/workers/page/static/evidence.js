@@ -24,6 +24,7 @@ const CELLS = {
   answer: { wide: true, cell: (row) => visible(row.final_answer).slice(0, 160) },
   reference: { cell: (row) => visible(row.reference).slice(0, 80) },
   reward: { number: true, always: true, cell: (row) => html`<b>${number(row.reward, 3)}</b>${partSums(row.parts).map(([part, value]) => html`<div key=${part} class="quiet">${part} ${number(value, 3)}</div>`)}` },
+  advantage: { number: true, cell: (row) => (row.advantage === null ? "" : `${row.advantage > 0 ? "+" : ""}${number(row.advantage, 2)}`) },
   failed_call: { narrow: true, cell: errorOf },
   fate: { cell: fateOf },
   steps: { number: true, cell: (row) => number(row.steps) },
@@ -99,7 +100,7 @@ export function errorOf(row) {
 
 function fateOf(row) {
   const stopped = row.stop_reason && row.stop_reason !== "answered";
-  return html`<span class="one-line"><${Badge} is=${row.status === "done" && row.fate ? row.fate : row.status} />${row.advantage ? html` <span class="quiet" title="advantage">${row.advantage > 0 ? "+" : ""}${number(row.advantage, 2)}</span>` : ""}</span>${stopped && html` <span class="warn">${visible(row.stop_reason).replaceAll("_", " ")}</span>`}${row.tainted && html` <span class="warn">tainted</span>`}`;
+  return html`<span class="one-line"><${Badge} is=${row.status === "done" && row.fate ? row.fate : row.status} /></span>${stopped && html` <span class="warn">${visible(row.stop_reason).replaceAll("_", " ")}</span>`}${row.tainted && html` <span class="warn">tainted</span>`}`;
 }
 
 /** The way to the next and the previous episode of the list from which an episode was opened. */

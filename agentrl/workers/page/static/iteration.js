@@ -83,8 +83,8 @@ function changeColumns(run, iteration) {
 function taskChangeColumns(run) {
   return [
     { key: "task", label: "task", wide: true, cell: (row) => html`${visible(row.question).slice(0, 120)} <${Link} to=${["run", run, "task", row.task_id]}>${visible(row.task).slice(0, 60)}<//>` },
-    { key: "since", label: "last in iteration", number: true, cell: (row) => html`<${Link} to=${["run", run, "iteration", row.since]}>${row.since}<//>` },
-    { key: "before", label: "then", number: true, cell: (row) => number(row.before, 3) },
+    { key: "previous", label: "previous iteration", number: true, title: "The previous iteration that sampled the task", cell: (row) => html`<${Link} to=${["run", run, "iteration", row.previous]}>${row.previous}<//>` },
+    { key: "before", label: "before", number: true, cell: (row) => number(row.before, 3) },
     { key: "now", label: "now", number: true, cell: (row) => number(row.now, 3) },
     { key: "change", label: "change", number: true, cell: (row) => changeOf(row) },
   ];

@@ -10,7 +10,7 @@ import { Machine } from "./machine.js";
 import { SearchView } from "./search.js";
 import { Command, Link, SecondsBar, Troubles, useData } from "./ui.js";
 
-const PART_COLORS = { rollout: "w-group", update: "w-update" };
+const PART_COLORS = { rollout: "w-group", "rollout and update": "w-agent", update: "w-update", stopped: "f-truncated" };
 
 export function Overview(given) {
   return given.row.kind === "search" ? html`<${SearchOverview} ...${given} />` : html`<${LearningOverview} ...${given} />`;

@@ -12,7 +12,7 @@ import { Asked, Chips, Facts, Fold, Link, More, openable, Search, Table, Text, u
 const TASK_CHIPS = [
   ["solved", "outcome=solved", "Tasks that were solved at least once"],
   ["never solved", "outcome=never_solved", "Tasks that no episode solved"],
-  ["unlearned", "outcome=unlearned", "Tasks that were solved, and not when they were sampled last"],
+  ["no longer solved", "outcome=no_longer_solved", "Tasks that were solved, and not when they were sampled last"],
 ];
 
 export function TasksView({ run, version }) {
@@ -42,12 +42,12 @@ function taskColumns(run, means) {
     { key: "question", label: "question", sort: "id", wide: true, cell: (row) => visible(row.question).slice(0, 200) },
     { key: "reference", label: "reference", sort: "reference", cell: (row) => visible(row.reference).slice(0, 60) },
     { key: "role", label: "role", sort: "role", cell: (row) => visible(row.role) },
-    { key: "groups", label: "groups", sort: "groups", number: true, title: "How often the task was sampled", cell: (row) => number(row.groups) },
+    { key: "groups", label: "solved", sort: "solved", number: true, title: "In how many of its groups an episode is right", cell: (row) => `${number(row.solved_groups)} of ${number(row.judged_groups)}` },
     { key: "mean", label: "mean reward", sort: "reward", number: true, cell: (row) => number(row.mean_reward, 3) },
     { key: "points", label: "over iterations", name: "reward over iterations", sort: "change", title: "Sorted by the last reward less the first", cell: (row) => html`<${Sparkline} points=${row.points || []} label="reward" />` },
     { key: "last", label: "last reward", sort: "last", number: true, cell: (row) => number(row.last_reward, 3) },
     { key: "solved", label: "first solved", sort: "first_solved", short: true, title: visible(means), cell: solvedWhen },
-    { key: "lost", label: "last solved", sort: "last_solved", short: true, cell: (row) => (row.last_solved ? html`at iteration ${row.last_solved}${row.unlearned && html` <span class="bad">unlearned</span>`}` : "") },
+    { key: "lost", label: "last solved", sort: "last_solved", short: true, cell: (row) => (row.last_solved ? html`at iteration ${row.last_solved}${row.no_longer_solved && html` <span class="bad">no longer</span>`}` : "") },
     { key: "best", label: "best episode", sort: "best", short: true, cell: (row) => episodeLink(row.best) },
     { key: "worst", label: "worst episode", sort: "worst", short: true, cell: (row) => episodeLink(row.worst) },
   ];

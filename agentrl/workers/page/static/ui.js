@@ -3,7 +3,7 @@
 
 import { html, useCallback, useEffect, useLayoutEffect, useRef, useState } from "./vendor/preact.js";
 import { ask, exported, isThere, path } from "./data.js";
-import { ago, moment, number, seconds, visible } from "./format.js";
+import { ago, moment, number, percent, seconds, visible } from "./format.js";
 import { go, href, LINK_KEYS, readRoute, useRoute } from "./route.js";
 
 const AGAIN_MS = 3000;
@@ -131,8 +131,8 @@ export function Badge({ is, title }) {
 export function SecondsBar({ parts }) {
   const whole = parts.reduce((all, [, value]) => all + value, 0);
   const words = parts.map(([name, value]) => `${name} ${seconds(value)}`).join(", ");
-  return html`<div class="bar seconds-bar" role="img" aria-label=${`Of ${seconds(whole)}: ${words}`}>${parts.map(([name, value, kind]) => html`<span key=${name} class=${kind} style=${{ width: `${(100 * value) / whole}%` }} title=${`${name}: ${seconds(value)}`}></span>`)}</div>
-    <p class="legend">${parts.map(([name, value, kind]) => html`<span key=${name}><i class=${`swatch ${kind}`}></i>${name} ${seconds(value)}</span>`)}</p>`;
+  return html`<div class="bar seconds-bar" role="img" aria-label=${`Of ${seconds(whole)}: ${words}`}>${parts.map(([name, value, kind]) => html`<span key=${name} class=${kind} style=${{ width: `${(100 * value) / whole}%` }} title=${`${name}: ${seconds(value)}, ${percent(value / whole)}`}></span>`)}</div>
+    <p class="legend">${parts.map(([name, value, kind]) => html`<span key=${name}><i class=${`swatch ${kind}`}></i>${name} ${seconds(value)} <span class="quiet">${percent(value / whole)}</span></span>`)}</p>`;
 }
 
 export function When({ at }) {

@@ -43,11 +43,18 @@ SECONDS = "{seconds}"
 """The order by seconds, for which the databases have different SQL."""
 EPISODE_ORDERS = {
     "id": "id", "iteration": "iteration_id", "question": "task_id", "answer": text_order("final_answer"),
-    "reference": text_order("reference"), "status": "status", "reward": "reward",
+    "reference": text_order("reference"), "status": "status", "reward": "reward", "advantage": "advantage",
     "steps": "steps", "calls": "tool_calls", "errors": "tool_errors", "tokens": "sampled_tokens", "seconds": SECONDS,
 }  # fmt: skip
-"""The names by which the list can be sorted, each with its column of `episodes`; `reference` is a column of _REFERENCES."""
-_REFERENCES = "(SELECT e.*, t.reference FROM episodes e JOIN tasks t ON t.id = e.task_id) episodes"
+"""The names by which the list can be sorted, each with its column of `episodes` or of a table of _SORT_TABLES."""
+_SORT_TABLES = {
+    "reference": "(SELECT e.*, t.reference FROM episodes e JOIN tasks t ON t.id = e.task_id) episodes",
+    "advantage": """
+        (SELECT e.*, (SELECT c.advantage FROM consumptions c
+                      WHERE c.run_id = e.run_id AND c.episode_id = e.id AND c.stage = 'train') AS advantage
+         FROM episodes e) episodes""",
+}
+"""The tables for the orders by a column that `episodes` does not have."""
 OUTCOMES = ("solved", "unsolved", "never_solved", "newly_lost")
 """The outcomes by which the list can be filtered: the episode is right; it is not; no episode of its task is; its group is not
 solved, but the task's group before was.
@@ -160,7 +167,7 @@ def find_episodes_beside(tx: Any, chosen: EpisodeFilter, sort: str, episode: int
 
 
 def _table(sort: str) -> str:
-    return _REFERENCES if sort.removeprefix("-") == "reference" else "episodes"
+    return _SORT_TABLES.get(sort.removeprefix("-"), "episodes")
 
 
 def _orders(tx: Any, chosen: EpisodeFilter) -> dict[str, str]:

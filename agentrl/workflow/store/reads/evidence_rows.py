@@ -36,6 +36,7 @@ COLUMNS: Mapping[str, EvidenceColumn] = {
     "answer": EvidenceColumn("answer", "the final answer", "answer"),
     "reference": EvidenceColumn("reference", "the task's reference", "reference"),
     "reward": EvidenceColumn("reward", "the reward and its parts", "reward"),
+    "advantage": EvidenceColumn("advantage", "how much better the episode is than its group", "advantage"),
     "failed_call": EvidenceColumn("error", "the episode's error, or that of its first failed call", "errors"),
     "fate": EvidenceColumn("fate", "the episode's status, and whether an update trained on it", "status"),
     "steps": EvidenceColumn("turns", "turns of the policy", "steps"),

@@ -1,9 +1,12 @@
-"""The changes from one iteration of a run to the next. Reward parts and errors are compared with the iteration before. Tasks
-are compared with the last time that the same task was sampled. Example episodes are included.
+"""The changes from one iteration of a run to the next, and the largest changes of the mean reward in a run.
+
+Reward parts and errors are compared with the iteration before. Tasks are compared with the last time that the same task was
+sampled. Example episodes are included.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
@@ -29,8 +32,8 @@ class IterationChanges:
         parts: `part`, and the means `now` and `before`, of each part of the reward.
         errors: `error_class`, `tool`, and the numbers of errors `now` and `before`, of each class and tool.
         tasks: the tasks whose mean reward changed most since their previous group, the greatest loss first: task_id, task,
-            question, `now` and `before` (mean rewards), `since` (the iteration of the previous group), `group_id` (the present
-            group) and `worst` (the id of the present group's worst episode).
+            question, `now` and `before` (mean rewards), `previous` (the iteration of the previous group), `group_id` (the
+            present group) and `worst` (the id of the present group's worst episode).
         again: the number of the iteration's tasks that were sampled before.
         examples: as evidence, the `best` and the `worst` episode of the iteration, and the worst episode of the task that
             changed most (`changed`). A value is None if there is no such episode.
@@ -124,27 +127,103 @@ def _load_parts(tx: Any, iteration: int) -> dict[str, float]:
 
 def _load_task_changes(tx: Any, run_id: int, number: int) -> tuple[list[dict[str, Any]], int]:
     """Return the tasks that changed most, and the number of the iteration's tasks that were sampled before."""
+    changes = [row for row in _compare_tasks(tx, run_id, number) if row["previous"] is not None]
+    ordered = sorted(changes, key=lambda row: (row["now"] - row["before"], row["task_id"]))
+    worse = [row for row in ordered if row["now"] < row["before"]][:MAX_TASKS]
+    better = [row for row in ordered if row["now"] > row["before"]][-MAX_TASKS:]
+    return _add_texts(tx, worse + better), len(changes)
+
+
+def _compare_tasks(tx: Any, run_id: int, number: int) -> list[dict[str, Any]]:
+    """Return the tasks of an iteration that have a mean reward there, each with its mean reward `now`, and with that of its
+    previous group (`before`) and the iteration of this group (`previous`). Both are None if the task was not sampled before.
+    """
     query = f"""
         SELECT m.id, m.task_id, m.iteration, m.mean_reward FROM ({MEMBERS}) m
         WHERE m.iteration <= :number AND m.mean_reward IS NOT NULL
           AND m.task_id IN (SELECT task_id FROM ({MEMBERS}) mine WHERE mine.iteration = :number) ORDER BY m.iteration, m.id"""
     last: dict[int, Row] = {}
-    changes: dict[int, dict[str, Any]] = {}
+    tasks: dict[int, dict[str, Any]] = {}
     for row in select_rows(tx, query, run_id=run_id, number=number):
-        if row["iteration"] == number and (before := last.get(row["task_id"])):
-            rewards = {"now": row["mean_reward"], "before": before["mean_reward"]}
-            changes[row["task_id"]] = {
-                "task_id": row["task_id"],
-                "group_id": row["id"],
-                "since": before["iteration"],
-                **rewards,
-            }
-        elif row["iteration"] < number:
+        if row["iteration"] < number:
             last[row["task_id"]] = row
-    ordered = sorted(changes.values(), key=lambda row: (row["now"] - row["before"], row["task_id"]))
-    worse = [row for row in ordered if row["now"] < row["before"]][:MAX_TASKS]
-    better = [row for row in ordered if row["now"] > row["before"]][-MAX_TASKS:]
-    return _add_texts(tx, worse + better), len(changes)
+            continue
+        before = last.get(row["task_id"], {"iteration": None, "mean_reward": None})
+        tasks[row["task_id"]] = {
+            "task_id": row["task_id"],
+            "group_id": row["id"],
+            "previous": before["iteration"],
+            "now": row["mean_reward"],
+            "before": before["mean_reward"],
+        }
+    return [*tasks.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardChange:
+    """A change of the mean reward between two iterations.
+
+    Args:
+        iteration, previous: the number of the iteration, and of the iteration before that has a mean reward.
+        now, before: the mean rewards of both.
+        tasks: the number of tasks in the iteration.
+        shared: the number of these tasks that the previous iteration has too.
+        again: the number of these tasks that were sampled before, in any iteration.
+        again_now, again_before: the mean reward of the tasks that were sampled before: now, and when each was last sampled
+            before. None if there is no such task.
+    """
+
+    iteration: int
+    previous: int
+    now: float
+    before: float
+    tasks: int
+    shared: int
+    again: int
+    again_now: float | None
+    again_before: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RewardExtremes:
+    """The largest drop and the largest gain of the mean reward from one iteration of a run to the next; None if there is
+    none.
+    """
+
+    drop: RewardChange | None
+    gain: RewardChange | None
+
+
+@sql_read_transaction
+def load_reward_extremes(tx: Any, run: str) -> RewardExtremes:
+    """Return the largest changes of the mean reward in a run. Raise NotFoundError if there is no such run."""
+    run_id = run_id_and_name(tx, run)["id"]
+    query = """
+        SELECT number + 1 AS iteration, mean_reward FROM iterations WHERE run_id = :id AND mean_reward IS NOT NULL
+        ORDER BY number"""
+    changes = [
+        (row["mean_reward"] - before["mean_reward"], before, row) for before, row in pairwise(select_rows(tx, query, id=run_id))
+    ]
+    drop = min((change for change in changes if change[0] < 0), key=lambda change: change[0], default=None)
+    gain = max((change for change in changes if change[0] > 0), key=lambda change: change[0], default=None)
+    described = (None if change is None else _describe_change(tx, run_id, *change[1:]) for change in (drop, gain))
+    return RewardExtremes(*described)
+
+
+def _describe_change(tx: Any, run_id: int, before: Row, row: Row) -> RewardChange:
+    tasks = _compare_tasks(tx, run_id, row["iteration"])
+    again = [task for task in tasks if task["previous"] is not None]
+    return RewardChange(
+        iteration=row["iteration"],
+        previous=before["iteration"],
+        now=row["mean_reward"],
+        before=before["mean_reward"],
+        tasks=len(tasks),
+        shared=sum(task["previous"] == before["iteration"] for task in again),
+        again=len(again),
+        again_now=_share(sum(task["now"] for task in again), len(again)),
+        again_before=_share(sum(task["before"] for task in again), len(again)),
+    )
 
 
 def _add_texts(tx: Any, changes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

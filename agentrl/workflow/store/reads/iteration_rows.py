@@ -22,7 +22,7 @@ from agentrl.workflow.store.reads.paging import (
 )
 from agentrl.workflow.store.reads.run_details import load_algorithms
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
-from agentrl.workflow.store.solved_rule import load_rule
+from agentrl.workflow.store.solved_rule import MEMBERS, load_rule
 from agentrl.workflow.tables.views import IterationRow, UpdateRow
 
 ITERATION_ORDERS = {"iteration": "number"}
@@ -211,6 +211,24 @@ def load_solved_groups(tx: Any, run_id: int, number: int, *, only_flat: bool = F
     rule = load_rule(tx, run_id)
     query = rule.judged_groups("m.iteration = :number" + " AND m.std_reward = 0" * only_flat)
     return {row["id"] for row in select_rows(tx, query, run_id=run_id, number=number, **rule.parameters) if row["solved"]}
+
+
+def count_groups(tx: Any, run_id: int) -> dict[int, tuple[int, int, int]]:
+    """Return by iteration, counted from 1, the number of groups, of those with equal rewards, and of those of these in which an
+    episode is right. Call this inside a transaction.
+
+    The result is empty for a run that trains on rewards of another reward set than `default`: groups do not know these rewards.
+    """
+    rule = load_rule(tx, run_id)
+    if rule.reward_set != "default":
+        return {}
+    query = f"""
+        SELECT a.iteration, a.groups, coalesce(f.flat, 0) AS flat, coalesce(f.rights, 0) AS rights
+        FROM (SELECT iteration, count(*) AS groups FROM ({MEMBERS}) members GROUP BY iteration) a
+        LEFT JOIN (SELECT iteration, count(*) AS flat, sum(solved) AS rights
+                   FROM ({rule.judged_groups("m.std_reward = 0")}) judged GROUP BY iteration) f ON f.iteration = a.iteration"""
+    rows = select_rows(tx, query, run_id=run_id, **rule.parameters)
+    return {row["iteration"]: (row["groups"], row["flat"], int(row["rights"])) for row in rows}
 
 
 def _load_fates(tx: Any, run: str, number: int) -> dict[int, str]:

@@ -9,24 +9,31 @@ from typing import Any
 from agentrl.workflow.config import NO_AGENT, RunConfig, flatten
 from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.eval_results import load_task_texts
-from agentrl.workflow.store.reads.run_details import find_config, load_summaries
+from agentrl.workflow.store.reads.run_details import LEARNING_KINDS, RunSummary, find_config, load_summaries
 from agentrl.workflow.store.reads.run_rows import describe_run
 from agentrl.workflow.store.reads.run_seconds import load_run_seconds
 from agentrl.workflow.store.solved_rule import ID_RANGE, MEMBERS
+from agentrl.workflow.tables.views import RunRow
 
 MAX_TASKS = 50
 """The most tasks in the result."""
-NUMBERS = {
+PROGRESS = {
     "status": "status",
+    "seed": "seed",
+    "iterations": "iterations planned",
     "iterations_done": "iterations done",
     "episodes_done": "episodes done",
     "last_reward": "reward of the last iteration",
+}
+HELD_OUT = {
     "eval_reward": "held-out reward, newest",
     "best_reward": "held-out reward, best",
     "best_version": "version with the best held-out reward",
-    "seconds": "total seconds",
 }
 """The columns of `RunRow` among the numbers, each with its name in the result."""
+BY_HAND = "reward of the newest `agentrl eval`"
+EVALUATIONS = (*HELD_OUT.values(), BY_HAND)
+"""The names of the numbers from evaluations. A run that was never evaluated has none of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +44,8 @@ class RunDifferences:
         runs: the `id` and the name (`run`) of both runs.
         config: `key`, `one` and `other` of each value that differs. If an old run does not have a key, the key's default value
             is used.
-        numbers: `name`, `one` and `other`: the status, the final rewards, tokens, and the seconds that each part of the run
-            took.
+        numbers: `name`, `one` and `other`: the status, the seed, the lengths, the final and the best rewards, tokens, and the
+            seconds that each part of the run took.
         tasks: the tasks whose last groups in the two runs have different mean rewards, those that differ most first: task_id,
             task, question, `one` and `other` (mean rewards), `one_episode` and `other_episode` (the worst episode in the run
             with the lower reward, the best episode in the other run).
@@ -62,11 +69,13 @@ def load_run_differences(tx: Any, one: str, other: str) -> RunDifferences:
     keys = dict.fromkeys(key for config in configs for key in config)
     values = ((key, *(config.get(key) for config in configs)) for key in keys if key != "name")
     summaries = load_summaries(tx, rows)
-    numbers = [{name: row[column] for column, name in NUMBERS.items()} for row in rows]
-    for row, its in zip(rows, numbers, strict=True):
-        its["tokens read and sampled"] = summaries[row.id].tokens
-        its |= {f"{part['part']} seconds": part["seconds"] for part in load_run_seconds(tx, row.run, episodes=False)}
-    names = dict.fromkeys(name for its in numbers for name in its)
+    numbers = [_load_numbers(tx, row, summaries[row.id]) for row in rows]
+    learns = any(row.kind in LEARNING_KINDS for row in rows)
+    names = [
+        name
+        for name in dict.fromkeys(name for its in numbers for name in its)
+        if any(its.get(name) is not None for its in numbers) or (learns and name == EVALUATIONS[0])
+    ]
     tasks, shared = _load_tasks(tx, rows[0].id, rows[1].id)
     return RunDifferences(
         runs=[{"id": row.id, "run": row.run} for row in rows],
@@ -75,6 +84,23 @@ def load_run_differences(tx: Any, one: str, other: str) -> RunDifferences:
         tasks=tasks,
         shared=shared,
     )
+
+
+def _load_numbers(tx: Any, row: RunRow, summary: RunSummary) -> dict[str, Any]:
+    query = """
+        SELECT number + 1 AS iteration, mean_reward FROM iterations WHERE run_id = :id AND mean_reward IS NOT NULL
+        ORDER BY mean_reward DESC, number LIMIT 1"""
+    (best,) = select_rows(tx, query, id=row.id) or [{"iteration": None, "mean_reward": None}]
+    return {
+        **{name: row[column] for column, name in PROGRESS.items()},
+        "reward of the best iteration": best["mean_reward"],
+        "iteration with the best reward": best["iteration"],
+        **{name: row[column] for column, name in HELD_OUT.items()},
+        BY_HAND: (summary.measured or {}).get("reward"),
+        "tokens read and sampled": summary.tokens,
+        "total seconds": row.seconds,
+        **{f"{part['part']} seconds": part["seconds"] for part in load_run_seconds(tx, row.run, episodes=False)},
+    }
 
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The tasks of a run over its iterations: their rewards, when each task was first solved, and its best and its worst episode.
 
-`solved_rule` says which groups count as solved. A task counts as unlearned if one of its groups was solved, but its newest
+`solved_rule` says which groups count as solved. A task is no longer solved if one of its groups was solved, but its newest
 group is not. The number of times that a task was solved in all runs is counted in the same way.
 """
 
@@ -22,14 +22,14 @@ _NEWEST, _OLDEST = (
 )
 TASK_ORDERS = {
     "id": "s.task_id", "task": "t.key", "reference": "t.reference", "role": "m.role", "groups": "s.groups",
-    "reward": "s.mean_reward", "change": f"{_NEWEST} - {_OLDEST}", "last": _NEWEST, "first_solved": "s.first_solved",
-    "last_solved": "s.last_solved", "best": "s.best", "worst": "s.worst",
+    "solved": "coalesce(s.solved, 0)", "reward": "s.mean_reward", "change": f"{_NEWEST} - {_OLDEST}", "last": _NEWEST,
+    "first_solved": "s.first_solved", "last_solved": "s.last_solved", "best": "s.best", "worst": "s.worst",
 }  # fmt: skip
 """The names by which the list can be sorted, each with its column. `change` is the last mean reward less the first one."""
 TASK_OUTCOMES = {
     "solved": "s.solved > 0",
     "never_solved": "s.solved = 0",
-    "unlearned": "s.last_solved < s.last_judged",
+    "no_longer_solved": "s.last_solved < s.last_judged",
 }
 """The outcomes by which the list can be filtered, each with its condition."""
 MAX_TASKS = 40
@@ -161,11 +161,13 @@ def _describe(tx: Any, rows: Sequence[Row], groups: Mapping[int, Sequence[Row]])
                 "question": questions.get(task, ""),
                 "points": _thin(its),
                 "last_reward": its[-1]["mean_reward"] if its else None,
+                "judged_groups": len(judged),
+                "solved_groups": len(solved),
                 "change": its[-1]["mean_reward"] - its[0]["mean_reward"] if its else None,
                 "first_solved": solved[0] if solved else None,
                 "last_solved": solved[-1] if solved else None,
                 "never_solved": not solved,
-                "unlearned": bool(solved) and solved[-1] < judged[-1],
+                "no_longer_solved": bool(solved) and solved[-1] < judged[-1],
                 "best": _extreme(best.get(task), "best", extremes),
                 "worst": _extreme(worst.get(task), "worst", extremes),
             }

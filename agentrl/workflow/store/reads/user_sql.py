@@ -77,7 +77,9 @@ def run_query(settings: Settings, sql: str, limit: int = 10_000, seconds: float 
 
 
 def _nearest_name_hint(sql: str, message: str) -> str:
-    """Return a hint that suggests the view or column whose name is similar to the unknown name; empty if no name is similar."""
+    """Return a hint that suggests the view or column whose name is similar to the unknown name, or the views that have a column
+    of this name; empty if there is none.
+    """
     unknown = _UNKNOWN_NAME.search(message)
     if unknown is None:
         return ""
@@ -86,8 +88,12 @@ def _nearest_name_hint(sql: str, message: str) -> str:
     candidates = (
         {column for view in sql_words & VIEWS.keys() for column in VIEWS[view].COLUMNS} if kind == "column" else set(VIEWS)
     )
-    hint = did_you_mean(name.rpartition(".")[2][:100], candidates)
-    return hint if hint.startswith("Did") else ""
+    name = name.rpartition(".")[2][:100]
+    hint = did_you_mean(name, candidates)
+    if hint.startswith("Did"):
+        return hint
+    elsewhere = [view for view, row in VIEWS.items() if kind == "column" and candidates and name in row.COLUMNS]
+    return f"The column {name} is in {', '.join(elsewhere)}: agentrl sql --schema {elsewhere[0]}" if elsewhere else ""
 
 
 def _number_duplicates(columns: list[str]) -> list[str]:
