@@ -92,7 +92,7 @@ disturbed: env
 disturbed-agents: env
 	$(BIN)/python -m bench.faults.agent_kills
 
-# What a kill -9 of the sampling process costs, beside TRL: about ten minutes, into build/killed_sampler.json.
+# What a kill -9 of the sampling process costs, beside TRL: some 20 minutes, into build/killed_sampler.json.
 killed-sampler: .venv/.bench
 	$(BIN)/python -m bench.faults.killed_sampler
 

@@ -12,7 +12,7 @@ from bench.faults import sampled_log
 GROUPS, GROUP_SIZE = 64, 8
 TURNS, TURN_TOKENS = 3, 32
 LEARNING_RATE = 4e-4
-UPDATES = 6
+UPDATES = 4
 TRL_MICROBATCH = 64
 """Completions of one forward and backward pass; TRL generates for all prompts at once."""
 

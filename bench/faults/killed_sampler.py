@@ -32,7 +32,7 @@ from bench.faults import calculator_run
 from bench.faults.sampled_log import FILE, Iteration, read_iterations
 from tests.support.real_stack import Stack
 
-KILLS = ((1, 0.25), (3, 0.5), (5, 0.9))
+KILLS = ((1, 0.25), (2, 0.5), (3, 0.9))
 """Iteration (from 0), and the share of its tokens that are sampled when the process is killed."""
 
 USUAL = {"AGENTRL_LEASE_SECONDS": "30", "AGENTRL_TICK_SECONDS": "2", "AGENTRL_THREADS": "1"}
@@ -76,15 +76,19 @@ def main() -> int:
     """Play the rounds, write the file and print the table."""
     parser = argparse.ArgumentParser(prog="python -m bench.faults.killed_sampler", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--model", type=Path, help="folder of the model that both sides train; unset: the quickstart's is made first"
+    )
     parser.add_argument("--json", type=Path, default=Path("build/killed_sampler.json"))
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # not without ending what was started
     kills: list[Kill] = []
     same: dict[str, list[bool]] = {"agentrl": [], "TRL": []}
     restarts = dict.fromkeys(same, 0)
-    load = [os.getloadavg()[1]]
+    load = [os.getloadavg()[0]]
+    asked.json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="arl-killed-", dir="/tmp") as folder:
-        model = make_model(Path(folder) / "made")
+        model = asked.model or make_model(Path(folder) / "made")
         for number in range(asked.rounds):
             for side, play in (("agentrl", play_agentrl), ("TRL", play_trl)):
                 calm = play(Path(folder) / f"{side}-{number}-calm", model, [])
@@ -92,11 +96,10 @@ def main() -> int:
                 kills += costs(side, calm, killed)
                 same[side].append(calm.weights == killed.weights)
                 restarts[side] += killed.restarts
-                load.append(os.getloadavg()[1])
-                print(f"round {number}, {side}: {[asdict(kill) for kill in kills[-len(KILLS) :]]}", flush=True)
-    found = {"kills": [asdict(kill) for kill in kills], "same_weights": same, "restarts": restarts, "load": load}
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps(found, indent=1))
+                load.append(os.getloadavg()[0])
+                found = {"kills": [asdict(kill) for kill in kills], "same_weights": same, "restarts": restarts, "load": load}
+                asked.json.write_text(json.dumps(found, indent=1))
+                print(f"round {number}, {side}: {found['kills'][-len(KILLS) :]}", flush=True)
     print(table(kills))
     print(f"same weights as undisturbed: {same}; started again by this program: {restarts}; load {min(load)} to {max(load)}")
     return int(not all(same["agentrl"]))
