@@ -16,7 +16,7 @@ endif
 # Bytecode is kept, also where a container says otherwise: a command and its workers compile what they import once, not each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env generated quickstart test test-explore test-slow test-ends faults disturbed disturbed-agents hosts learn learn-agent learn-code learn-real learn-examples learn-prompts demo pictures bench trackers clients gpu-check gpu-wheels lint lint-page format address wheel-test release compose-test vllm-test docs clean
+.PHONY: env generated quickstart test test-explore test-slow test-ends faults disturbed disturbed-agents killed-sampler hosts learn learn-agent learn-code learn-real learn-examples learn-prompts demo pictures bench trackers clients gpu-check gpu-wheels lint lint-page format address wheel-test release compose-test vllm-test docs clean
 
 env: .venv/.stamp
 
@@ -91,6 +91,10 @@ disturbed: env
 # The same of a run whose agents call the endpoint: some minutes, into build/disturbed_agents.json.
 disturbed-agents: env
 	$(BIN)/python -m bench.faults.agent_kills
+
+# What a kill -9 of the sampling process costs, beside TRL: some 20 minutes, into build/killed_sampler.json.
+killed-sampler: .venv/.bench
+	$(BIN)/python -m bench.faults.killed_sampler
 
 # The same run on five hosts with TLS, left alone and disturbed (as root: network namespaces): some minutes, into build/hosts.json.
 hosts: env

@@ -35,29 +35,29 @@ def trainer(
         tools: functions with typed arguments and a docstring.
         lora_r: rank of the adapters; 0 trains all weights.
         microbatch: sequences in one forward and backward; unset: all.
-        options: further fields of `GRPOConfig`.
+        options: fields of `GRPOConfig`, also instead of the ones set here.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     # Ours has Qwen's shapes of calls, and TRL knows templates only by their whole text.
     tokenizer.response_template = qwen3_template
     rows = len(prompts) * group_size
-    config = GRPOConfig(
-        output_dir=str(folder / "trl"),
-        use_cpu=not torch.cuda.is_available(),
-        bf16=False,
+    usual: dict[str, Any] = {
+        "output_dir": str(folder / "trl"),
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": False,
         # Faster without, where the memory is there.
-        gradient_checkpointing=False,
-        per_device_train_batch_size=microbatch or rows,
-        gradient_accumulation_steps=rows // (microbatch or rows),
-        num_generations=group_size,
-        shuffle_dataset=False,
-        temperature=1.0,
-        report_to="none",
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        **options,
-    )
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": microbatch or rows,
+        "gradient_accumulation_steps": rows // (microbatch or rows),
+        "num_generations": group_size,
+        "shuffle_dataset": False,
+        "temperature": 1.0,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+    }
+    config = GRPOConfig(**usual | options)
     made = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         reward_funcs=reward,
