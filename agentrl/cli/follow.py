@@ -270,6 +270,10 @@ def summary(view: RunView) -> list[Line]:
     ]
 
 
+LEAST_SECONDS = 0.1
+"""The shortest time that is divided."""
+
+
 def _seconds_lines(view: RunView) -> list[str]:
     """Return lines that say where the run's seconds went. The parts add up to the total."""
     lines = []
@@ -278,7 +282,10 @@ def _seconds_lines(view: RunView) -> list[str]:
         ("episodes", "seconds of its episodes, which run at the same time, added up"),
     ):
         rows = [row for row in view.seconds if row["of"] == of]
-        lines += [f"{title}: {sum(row['seconds'] for row in rows):.1f}"] * bool(rows)
+        total = sum(row["seconds"] for row in rows)
+        if total < LEAST_SECONDS:
+            continue
+        lines.append(f"{title}: {total:.1f}")
         lines += [f"  {row['part']:<26} {row['seconds']:>9.1f} {row['share']:>6.1%}" for row in rows]
     return lines
 

@@ -70,7 +70,8 @@ def parts(shape: Shape, stage: str, options: Mapping[str, Any]) -> Parts:
     if stage == "update":
         checkpointing = memory_ours.config_of(options).update.gradient_checkpointing
         return while_updating(shape, microbatch(options), checkpointing)
-    return while_sampling(shape, ROWS, PROMPT_TOKENS + SAMPLED_TOKENS) if stage == "sampling" else {}
+    on_gpu = torch.cuda.is_available()
+    return while_sampling(shape, ROWS, PROMPT_TOKENS + SAMPLED_TOKENS, on_gpu) if stage == "sampling" else {}
 
 
 def in_all(shape: Shape, stage: str, options: Mapping[str, Any]) -> float:

@@ -145,7 +145,7 @@ def test_estimate_of_cache_is_what_slots_of_family_hold(family: str, dtype: str,
         for tensor in (*(getattr(layer, "_store", None) or ()), *getattr(layer, "_states", {}).values())
     ]
     files = read_model_files(tmp_path)
-    parts = while_sampling(Shape(files.config, files.shapes, 4, DTYPES[dtype].itemsize), rows, tokens)
+    parts = while_sampling(Shape(files.config, files.shapes, 4, DTYPES[dtype].itemsize), rows, tokens, on_gpu=False)
     assert sum(tensor.nbytes for tensor in kept) == sum(size for name, size in parts.items() if "logits" not in name)
 
 

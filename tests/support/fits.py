@@ -61,7 +61,7 @@ def _cell(shape: Shape, free: int) -> str:
     def fits(parts: Parts) -> bool:
         return sum(parts.values()) <= FREE_SHARE * free
 
-    rows = max((count for count in range(1, ROWS + 1) if fits(while_sampling(shape, count, TOKENS))), default=0)
+    rows = max((count for count in range(1, ROWS + 1) if fits(while_sampling(shape, count, TOKENS, on_gpu=True))), default=0)
     sizes = []
     for checkpointing in (False, True):
         tokens = microbatch_that_fits(shape, free, checkpointing)

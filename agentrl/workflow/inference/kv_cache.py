@@ -22,7 +22,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from agentrl.workflow.models.cache_layout import CacheLayout, EmptyLayer
-from agentrl.workflow.models.memory_estimate import LENGTH_STEP
+from agentrl.workflow.models.memory_estimate import cache_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,14 +378,13 @@ def _empty_store(states: Tensor) -> Tensor:
 def _grow(stores: tuple[Tensor, Tensor], slots: int, reserved: int, length: int) -> tuple[Tensor, Tensor]:
     """Return the stores, or larger copies of them, with at least `reserved` slots.
 
-    The length is rounded up to a multiple of `LENGTH_STEP`; on a CPU, which has no graphs of this length, to one of its half.
+    Lengths are rounded up by `cache_length`.
     """
     has_slots, _, has_length, _ = stores[0].shape
     if slots <= has_slots and length <= has_length:
         return stores
     slots = max(has_slots, _round_up_slots(max(slots, reserved)))
-    step = LENGTH_STEP // 2 if stores[0].device.type == "cpu" else LENGTH_STEP
-    length = max(has_length, -(-length // step) * step)
+    length = max(has_length, cache_length(length, on_gpu=stores[0].device.type != "cpu"))
     return _enlarge(stores[0], slots, length), _enlarge(stores[1], slots, length)
 
 

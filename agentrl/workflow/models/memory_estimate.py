@@ -17,7 +17,7 @@ from agentrl.workflow.models.lora_targets import adapted_shapes
 FLOAT = 4
 """The bytes of a float32."""
 LENGTH_STEP = 256
-"""The multiple of tokens by which the cache of keys and values grows. Each growth copies the cache and ends its CUDA graphs."""
+"""The multiple of tokens by which the cache of keys and values grows on a GPU. Each growth copies it and ends CUDA graphs."""
 HEAD_CHUNK = 2**23
 """The number of logits in memory at once in an update: 32 MB in float32."""
 COPY_LIMIT = 250_000_000
@@ -215,12 +215,18 @@ def _projections(shape: Shape) -> Parts:
     }
 
 
-def while_sampling(shape: Shape, rows: int, tokens: int) -> Parts:
+def cache_length(tokens: int, on_gpu: bool) -> int:
+    """Return the number of tokens for which the cache of keys and values has room, if its longest row has `tokens` tokens."""
+    step = LENGTH_STEP if on_gpu else LENGTH_STEP // 2
+    return -(-tokens // step) * step
+
+
+def while_sampling(shape: Shape, rows: int, tokens: int, on_gpu: bool) -> Parts:
     """Return the bytes needed to sample `rows` rows of up to `tokens` tokens, by part.
 
     The number of slots is a power of two. Layers with a sliding window store the keys of all tokens too, and mask them.
     """
-    length, slots = -(-tokens // LENGTH_STEP) * LENGTH_STEP, 1 << (rows - 1).bit_length()
+    length, slots = cache_length(tokens, on_gpu), 1 << (rows - 1).bit_length()
     states = shape.element * shape.convolution_states + FLOAT * shape.recurrent_states
     return {
         f"keys and values of {slots} x {length} tokens": 2
@@ -292,7 +298,7 @@ def estimate_memory(config: RunConfig, files: ModelFiles, rank: int, slots: int,
         tokens = min(window, rollout.max_steps * rollout.max_new_tokens)
         stages = [
             always(shape),
-            while_sampling(shape, rows, tokens),
+            while_sampling(shape, rows, tokens, on_gpu),
             while_updating(shape, update.microbatch_tokens or MICROBATCH_TOKENS, update.gradient_checkpointing),
         ]
     except MALFORMED:

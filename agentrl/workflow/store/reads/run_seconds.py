@@ -63,7 +63,7 @@ def _divide_run(tx: Any, run_id: int) -> dict[str, float]:
     query = """
         SELECT started_at, rolled_out_at, finished_at, update_seconds FROM iterations
         WHERE run_id = :id AND started_at IS NOT NULL"""
-    iterations = select_rows(tx, query, id=run_id)
+    iterations = [row for row in select_rows(tx, query, id=run_id) if row["started_at"]]  # a damaged time reads as None
     if run["started_at"] is None or not iterations:
         return {}
     newest = max(at for row in iterations for at in (row["started_at"], row["rolled_out_at"], row["finished_at"]) if at)
@@ -87,7 +87,7 @@ def _list_stops(tx: Any, run_id: int) -> list[Span]:
     return [
         (one["created_at"], other["created_at"])
         for one, other in pairwise(events)
-        if one["kind"] != "resumed" and other["kind"] == "resumed"
+        if one["kind"] != "resumed" and other["kind"] == "resumed" and one["created_at"] and other["created_at"]
     ]
 
 
