@@ -182,7 +182,7 @@ def _find_evidence(db: Any, chosen: Any, sort: str, limit: int, offset: int) -> 
 
 def _episode_row(row: Any) -> dict[str, Any]:
     call = row["failed_call"]
-    failure = f"{call['tool']}: {call['error_class']}: {call['result'] or ''}" if call else ""
+    failure = f"{call['tool'] or 'unreadable call'}: {call['error_class']}: {call['result'] or ''}" if call else ""
     short = {"final_answer": one_line(row["final_answer"], ANSWER_CHARS), "question": one_line(row["question"], QUESTION_CHARS)}
     return {**row, **short, "reference": one_line(row["reference"], ANSWER_CHARS), "error": row["error"] or failure}
 

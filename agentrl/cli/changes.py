@@ -79,7 +79,7 @@ def _show_iteration(db: Any, run: str, number: int, as_json: bool) -> None:
         return
     rows = [{"what": row["name"], **_values(row)} for row in changed.numbers]
     rows += [{"what": f"part {row['part']}", **_values(row)} for row in changed.parts]
-    rows += [{"what": f"errors: {row['tool'] or ''} {row['error_class']}", **_values(row)} for row in changed.errors]
+    rows += [{"what": f"errors: {_error_name(row)}", **_values(row)} for row in changed.errors]
     show_rows([row for row in rows if (row["before"], row["now"]) != (None, None)], ("what", "before", "now", "change"))
     if changed.tasks:
         tasks = [{**row, **_values(row), "question": one_line(row["question"], QUESTION_CHARS)} for row in changed.tasks]
@@ -92,6 +92,14 @@ def _show_iteration(db: Any, run: str, number: int, as_json: bool) -> None:
         say(f"Iteration {number} has no warning sign.")
     if worst := changed.examples["worst"]:
         say(f"The worst episode: agentrl replay {worst['id']}")
+
+
+def _error_name(row: Any) -> str:
+    """Return the tool and the class of an error. The tool is empty for a call that could not be read, and None for an episode's
+    own error.
+    """
+    tool = "" if row["tool"] is None else f"{row['tool'] or 'unreadable call'} "
+    return f"{tool}{row['error_class']}"
 
 
 def _values(row: Any) -> dict[str, Any]:
