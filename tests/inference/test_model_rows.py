@@ -15,6 +15,7 @@ from agentrl.workflow.config import ModelConfig
 from agentrl.workflow.engines import GenerateRequest
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.inference.cache_rows import CacheRows, TokenRows
+from agentrl.workflow.inference.kv_cache import SlotCache
 from agentrl.workflow.inference.model_rows import ModelRows, open_rows, sample_one
 from agentrl.workflow.inference.sampler import RollingEngine
 from agentrl.workflow.inference.slot_rows import SlotRows
@@ -185,3 +186,23 @@ def test_engine_cache_of_ended_turns_is_bounded(tmp_path: Path) -> None:
     blocks = {id(left.cache.block): left.cache.block.tokens for left in batch._left.values()}
     assert sum(blocks.values()) > sum(left.cache.length for left in batch._left.values())
     engine.close()
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3.5"])
+def test_engine_out_of_memory_while_rows_move_ends_turns(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step's tokens count already when the rows of ended turns are dropped: no turn may get a token more."""
+    policy = load(tmp_path, FAMILIES[family]())
+    base = PolicyRef(str(tmp_path), policy.base_hash)
+    moves = []
+
+    def run_out(cache: SlotCache, sources: Tensor, targets: Tensor, length: int) -> None:
+        moves.append(length)
+        raise torch.OutOfMemoryError("as if")
+
+    monkeypatch.setattr(SlotCache, "move", run_out)
+    engine = RollingEngine(policy, slots=4)
+    requests = [GenerateRequest((5, 6 + key), base, key, 0, 5 + 6 * key) for key in range(4)]
+    completions = [future.result(60) for future in [engine.submit(request) for request in requests]]
+    engine.close()
+    assert moves
+    assert [completion.token_ids for completion in completions] == [alone(policy, request).token_ids for request in requests]

@@ -117,8 +117,15 @@ class SlotRows:
         """See `ModelRows.drop`."""
         for row in broken:
             self._slots.wipe(row)
-        if moves:
+        if not moves:
+            return
+        try:
             self._slots.move(self._index([*moves]), self._index([*moves.values()]), length)
+        except (RuntimeError, MemoryError) as error:
+            if classify(error) != "out_of_memory":
+                raise
+            for old, new in moves.items():  # needs no memory: the tokens of this step count already, and cannot be taken back
+                self._slots.copy(old, slice(new, new + 1), length)
 
     def take(self, rows: Sequence[int], lengths: Sequence[int]) -> list[KeptRow]:
         """See `ModelRows.take`. Rows of similar lengths share memory: each is padded to less than twice its length."""
