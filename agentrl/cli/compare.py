@@ -118,7 +118,7 @@ def _compare_runs(first: str, second: str, as_json: bool) -> None:
     show(f"A {differences.runs[0]['run']}  B {differences.runs[1]['run']}")
     columns = ("one=A", "other=B")
     if {row["key"] for row in differences.config} == {"seed"}:
-        say("Their configs are the same except for the seed, so the other differences are chance.")
+        say("Their configs are the same except for the seed.")
     if differences.config:
         values = [{"key": row["key"], "one": _short(row["one"]), "other": _short(row["other"])} for row in differences.config]
         show_rows(values, ("key=config", *columns))

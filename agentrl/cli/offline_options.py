@@ -13,7 +13,7 @@ import typer
 
 from agentrl.cli.console import console, format_duration, say, show, show_json
 from agentrl.cli.resolve_targets import find_stored_start
-from agentrl.workflow.config import NAME_PATTERN, build
+from agentrl.workflow.config import MAX_DEVICES, NAME_PATTERN, build
 from agentrl.workflow.errors import ConfigError, Stopped, did_you_mean
 from agentrl.workflow.models.lookup import refuse_existing
 from agentrl.workflow.resolve import read_yaml
@@ -139,7 +139,11 @@ def recipe_options(
 
 def parse_devices(devices: str) -> int | Literal["auto"]:
     """Return the value of --devices. Raise ConfigError if it is neither a number of devices nor auto."""
-    return build({"update.devices": devices}).update.devices
+    try:
+        return build({"update.devices": devices}).update.devices
+    except ConfigError:
+        message = f"--devices must be a number from 1 to {MAX_DEVICES}, or auto, not {devices!r:.40}."
+        raise ConfigError(message, "For example --devices 2.") from None
 
 
 def choose_devices(number: int | Literal["auto"], numerics: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Algorithms and datasets with which one of two ranks runs out of memory, hangs, or computes something else."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -97,6 +97,24 @@ def _hang_in_third(number: int, rows: int) -> None:
 
 cramped = replace(arithmetic, load=_spoil_rank_one(_refuse_two_rows))
 """Rank 1 has memory for one row at a time."""
+
+
+def _drift(split: str) -> Iterator[Task]:
+    """Arithmetic's tasks; in rank 1, the third optimizer step changes a weight too much."""
+    take_step, steps = offline_training.take_step, count(1)
+
+    def take_wrong_step(optimizer: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        take_step(optimizer, parameters)
+        if next(steps) == 3:
+            next(iter(parameters.values())).data.view(-1)[0] += 1e-3
+
+    if _is_rank_one():
+        offline_training.take_step = take_wrong_step
+    return arithmetic.load(split)
+
+
+drifting = replace(arithmetic, load=_drift)
+"""The weights of rank 1 differ from the third step on."""
 
 stuck = replace(arithmetic, load=_spoil_rank_one(_hang_in_third))
 """Rank 1 never returns from its third forward pass."""

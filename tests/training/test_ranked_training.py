@@ -144,6 +144,21 @@ def test_rank_out_of_memory_splits_its_own_examples(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
+def test_ranks_that_differ_leave_an_equal_checkpoint(tmp_path: Path) -> None:
+    base = tiny_random(tmp_path / "base")
+    options = {"model": str(base), "config": model_of(base), "recipe": RECIPE, "max_tasks": 8, "save_every": 1}
+    training, target = partial(sft, ARITHMETIC, **options), tmp_path / "made"
+    whole, rest = alone(training, target=tmp_path / "whole"), LearnedEpisode()
+    drifting = partial(sft, DatasetConfig(name=f"{rank_plugins.__name__}:drifting"), **options)
+    with pytest.raises(RankLost, match=r"^The 2 ranks have different weights\. To continue from the last checkpoint"):
+        together(2, drifting, LearnedEpisode(), target=target)
+    several = together(2, training, rest, target=target)
+    assert rest.done == 2
+    assert_equal_weights(whole.folder, several.folder)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_hanging_or_failing_ranks_end_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tiny_random(tmp_path / "base")
     monkeypatch.setattr(rank_group, "LEASES_WITHOUT_PROGRESS", 2 / settings().lease_seconds)

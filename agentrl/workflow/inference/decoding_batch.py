@@ -191,6 +191,7 @@ class Batch:
                 before a failed step, all turns are evicted.
         """
         self.forget()
+        self._rows.reserve(len(self.turns))  # not for the turns that could not join
         self._share /= 2
         return self.evict() if stepping and not self._rows.rewinds else []
 

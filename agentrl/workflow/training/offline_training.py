@@ -303,6 +303,7 @@ def train(
                 )
                 raise ModelError(message, "Pass a lower --learning-rate.")
             take_step(optimizer, parameters)
+            ranks.compare_weights(parameters.values())  # before a checkpoint is written, so each can be continued
             if held_out and (step + 1 == recipe.steps or (step + 1) % max(1, recipe.steps // 10) == 0):
                 metrics = {**metrics, "held_out": measure(module, held_out, objective, backoff, ranks)}
             stopped = any(ranks.gather(stop())) and step + 1 < recipe.steps
@@ -313,7 +314,6 @@ def train(
                 goes_on = "the same command goes on there" if resumable else "nothing was written"
                 raise Stopped(f"Stopped after step {step + 1} of {recipe.steps}; {goes_on}.")
     module.eval()
-    ranks.compare_weights(parameters.values())
     return metrics
 
 
