@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import BertConfig, PreTrainedConfig
 
 from agentrl.workflow.config import ModelConfig
-from agentrl.workflow.engines import GenerateRequest
+from agentrl.workflow.engines import Completion, GenerateRequest
 from agentrl.workflow.errors import ModelError
 from agentrl.workflow.inference.cache_rows import CacheRows, TokenRows
 from agentrl.workflow.inference.kv_cache import SlotCache
@@ -171,7 +172,7 @@ def test_model_rows_change_places_together(family: str, tmp_path: Path) -> None:
 
 
 def test_engine_cache_of_ended_turns_is_bounded(tmp_path: Path) -> None:
-    """Turns that end together share memory, which stays until the last of them has continued; it counts as a whole."""
+    """Turns that end together share memory, which counts as a whole."""
     policy = load(tmp_path, FAMILIES["Qwen3"]())
     base = PolicyRef(str(tmp_path), policy.base_hash)
     engine = RollingEngine(policy, slots=8)
@@ -182,10 +183,38 @@ def test_engine_cache_of_ended_turns_is_bounded(tmp_path: Path) -> None:
         assert all(future.result(60) for future in [engine.submit(request) for request in requests])
         batch = engine._batch
         assert 0 < batch._left_tokens() <= batch._rows.tokens
+        before = batch._left_tokens()
         engine.release(8 * round_)  # seven of eight still hold the memory of all
-    blocks = {id(left.cache.block): left.cache.block.tokens for left in batch._left.values()}
-    assert sum(blocks.values()) > sum(left.cache.length for left in batch._left.values())
+        assert engine.submit(GenerateRequest((5,), base, 0, 0, 1)).result(60)
+        assert 8 * round_ not in batch._left
+        assert batch._left_tokens() == before
     engine.close()
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3.5"])
+def test_engine_keeps_rows_whose_neighbours_continue(family: str, tmp_path: Path) -> None:
+    """The rows that ended together nearly fill the cache. Those that have continued give their memory back one by one."""
+    policy = load(tmp_path, FAMILIES[family]())
+    base = PolicyRef(str(tmp_path), policy.base_hash)
+    engine = RollingEngine(policy, slots=8)
+
+    def play(session: int, prompt: tuple[int, ...], first: int, tokens: int) -> "Future[Completion]":
+        return engine.submit(GenerateRequest(prompt, base, session, first, tokens, follows_length=True, session=session))
+
+    ended = [future.result(60) for future in [play(key, (5, 6 + key), 0, 118) for key in range(8)]]
+    for key in (0, 7, 3):
+        prompt = (5, 6 + key, *ended[key].token_ids, 9)
+        assert play(key, prompt, 118, 2).result(60)
+        assert set(engine._batch._left) == set(range(8))
+        assert engine._batch._left_tokens() <= engine._batch._rows.tokens
+    fresh = RollingEngine(policy, slots=8)
+    prompt = (5, 7, *ended[1].token_ids, 9)
+    read_anew = fresh.submit(GenerateRequest(prompt, base, 1, 118, 4)).result(60)
+    again = play(1, prompt, 118, 4).result(60)
+    assert again.token_ids == read_anew.token_ids
+    assert again.logprobs == pytest.approx(read_anew.logprobs, abs=1e-5)
+    engine.close()
+    fresh.close()
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "Qwen3.5"])

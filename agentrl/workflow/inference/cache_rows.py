@@ -38,6 +38,11 @@ class KeptCache:
         return self
 
     @property
+    def rows(self) -> int:
+        """One."""
+        return 1
+
+    @property
     def tokens(self) -> int:
         """The number of tokens for which the cache has memory."""
         return self.length
@@ -136,6 +141,10 @@ class CacheRows:
             for row, group in zip(rows, groups, strict=True)
         ]
 
+    def compact(self, rows: Sequence[KeptCache]) -> Sequence[KeptCache]:
+        """Return the rows: none shares its memory."""
+        return rows
+
     def clear(self) -> None:
         self._groups, self.tokens = [], 0
 
@@ -231,6 +240,10 @@ class TokenRows:
 
     def take(self, rows: Sequence[int], lengths: Sequence[int]) -> list[KeptCache]:
         """Raise NotImplementedError: there are no cached values to return."""
+        raise NotImplementedError
+
+    def compact(self, rows: Sequence[KeptCache]) -> Sequence[KeptCache]:
+        """Raise NotImplementedError, because `take` never returns a row."""
         raise NotImplementedError
 
     def clear(self) -> None:

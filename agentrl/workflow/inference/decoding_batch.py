@@ -7,6 +7,7 @@ tokens are read. State that changes with every token is in arrays with one entry
 single turn in each step, except for turns that end.
 """
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -370,24 +371,42 @@ class Batch:
     def _keep(self, slots: Sequence[int]) -> None:
         """Cache the values of ended turns for the next turns of their sessions.
 
-        The cached values may take the memory of a share of the rows' capacity. The oldest values are dropped first.
+        The cached values may take the memory of a share of the rows' capacity.
         """
         if not slots or not self._rows.resumes:
             return
         lengths = self._state["cached"][list(slots)].tolist()
         try:
-            caches = self._rows.take(slots, lengths)
+            for slot, length, cache in zip(slots, lengths, self._rows.take(slots, lengths), strict=True):
+                turn = self.turns[slot]
+                assert turn.request.session is not None
+                self._left[turn.request.session] = _EndedTurn(turn.context[:length], cache)
+            while (excess := self._left_tokens() - self._share * self._rows.tokens) > 0:
+                self._shrink(excess)
         except (RuntimeError, MemoryError) as error:
             if classify(error) != "out_of_memory":
                 raise
             self._left.clear()  # costs only time
-            return
-        for slot, length, cache in zip(slots, lengths, caches, strict=True):
-            turn = self.turns[slot]
-            assert turn.request.session is not None
-            self._left[turn.request.session] = _EndedTurn(turn.context[:length], cache)
-        while self._left_tokens() > self._share * self._rows.tokens:
-            self._left.popitem(last=False)
+
+    def _shrink(self, excess: float) -> None:
+        """Free memory in one block of cached values: that of the rows that are not needed any more. If each block needs all of
+        its rows, drop the oldest rows of the oldest block that together have memory for `excess` tokens.
+        """
+        blocks: dict[int, list[int]] = {}
+        for session, left in self._left.items():
+            blocks.setdefault(id(left.cache.block), []).append(session)
+        partly_needed = (some for some in blocks.values() if len(some) < self._left[some[0]].cache.block.rows)
+        sessions = next(partly_needed, None)
+        if sessions is None:
+            sessions = next(iter(blocks.values()))
+            block = self._left[sessions[0]].cache.block
+            dropped = math.ceil(excess * block.rows / max(1, block.tokens))
+            for session in sessions[:dropped]:
+                del self._left[session]
+            del sessions[:dropped]
+        compacted = self._rows.compact([self._left[session].cache for session in sessions]) if sessions else []
+        for session, cache in zip(sessions, compacted, strict=True):
+            self._left[session] = _EndedTurn(self._left[session].ids, cache)
 
     def _left_tokens(self) -> int:
         """Return the number of tokens for which the cached values of ended turns take memory."""

@@ -28,11 +28,20 @@ from agentrl.workflow.models.memory_estimate import cache_length
 @dataclass(frozen=True, slots=True)
 class SlotStates:
     """The content of N slots, copied. For each layer: keys and values (N, heads, T, head_dim), or states (N, ...), or both.
-    `tokens` is N * T.
+
+    Attributes:
+        rows: N.
+        tokens: N * T.
     """
 
     layers: tuple[tuple[Tensor, ...], ...]
+    rows: int
     tokens: int
+
+    def select(self, rows: Tensor) -> "SlotStates":
+        """Return a copy of some of the rows."""
+        layers = tuple(tuple(state.index_select(0, rows) for state in states) for states in self.layers)
+        return SlotStates(layers, len(rows), self.tokens // self.rows * len(rows))
 
 
 class SlotCache(Cache):
@@ -82,7 +91,8 @@ class SlotCache(Cache):
 
     def take(self, slots: Tensor, length: int) -> SlotStates:
         """Return a copy of the first `length` tokens, and of the states, of the slots (N)."""
-        return SlotStates(tuple(layer.take(slots, length) for layer in self._slot_layers()), len(slots) * length)
+        layers = tuple(layer.take(slots, length) for layer in self._slot_layers())
+        return SlotStates(layers, len(slots), len(slots) * length)
 
     def put(self, states_taken: SlotStates, rows: Tensor, slots: slice) -> None:
         """Write the rows (N) of what `take` returned into N slots, from position 0."""

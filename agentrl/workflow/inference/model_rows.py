@@ -42,7 +42,10 @@ HALF_ROUNDING, ROUNDING = 0.1, 1e-3
 
 
 class KeptBlock(Protocol):
-    """The cached values of some rows in one piece of memory, which has room for `tokens` tokens."""
+    """The cached values of `rows` rows in one piece of memory, which has room for `tokens` tokens, as many for each row."""
+
+    @property
+    def rows(self) -> int: ...
 
     @property
     def tokens(self) -> int: ...
@@ -120,6 +123,9 @@ class ModelRows(Protocol):
 
     def take(self, rows: Sequence[int], lengths: Sequence[int]) -> Sequence[Any]:
         """Return copies of the cached values of rows that have read so many tokens."""
+
+    def compact(self, rows: Any) -> Sequence[Any]:
+        """Copy results of `take`, all of one block, into a block without the block's other rows."""
 
     def clear(self) -> None:
         """Drop all rows and free the memory."""

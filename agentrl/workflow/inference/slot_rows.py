@@ -137,6 +137,11 @@ class SlotRows:
             taken_rows |= {row: KeptRow(block, place, length) for place, (row, length) in enumerate(alike)}
         return [taken_rows[row] for row in rows]
 
+    def compact(self, rows: Sequence[KeptRow]) -> list[KeptRow]:
+        """See `ModelRows.compact`."""
+        block = rows[0].block.select(self._index([row.place for row in rows]))
+        return [KeptRow(block, place, row.length) for place, row in enumerate(rows)]
+
     def _index(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, device=self._policy.device)
 
