@@ -344,7 +344,8 @@ def client_fields(client: DialectClient) -> set[str]:
 def test_serve_says_that_upstream_does_not_answer(world_model: Path, tmp_path: Path, kind: str) -> None:
     with kept_port() as port, served_model(world_model, port if kind == "page" else 0) as (routes, _):
         routes.instead["/v1/models"] = (502, "<html>Bad gateway</html>" * 100)
-        with serving(world_model, tmp_path / "home", "--upstream", f"http://127.0.0.1:{port}") as made:
+        wait = {"AGENTRL_ENDPOINT_WAIT_SECONDS": "3"}
+        with serving(world_model, tmp_path / "home", "--upstream", f"http://127.0.0.1:{port}", **wait) as made:
             answer = made.post()
             error = answer.json()["error"]
             assert (answer.status_code, error["code"]) == (503, "no_holder")

@@ -39,8 +39,8 @@ log = getLogger("agentrl.serve")
 UNRECORDED = "agentrl-serve-"
 """The prefix of the names of temporary folders for unrecorded serving. The pid of the process follows."""
 WAIT_SECONDS = 30.0
-"""The longest wait of a request for the holder of its episode, in seconds. This process itself is the holder, but after the
-machine slept, the process needs a moment to renew its lease.
+"""The longest wait of a request for the holder of its episode, in seconds, if `AGENTRL_ENDPOINT_WAIT_SECONDS` is not shorter.
+This process itself is the holder, but after the machine slept, the process needs a moment to renew its lease.
 """
 
 
@@ -87,8 +87,8 @@ def serve_policy(
 async def _serve(
     db: Database, clients: ServedClients, sampler: SamplingServer, episodes: ServedEpisodes, listening: socket.socket
 ) -> None:
-    max_calls = settings().endpoint_calls
-    limits = EndpointLimits(open_calls=max_calls, open_per_attempt=max_calls, wait_seconds=WAIT_SECONDS)
+    max_calls, wait_seconds = settings().endpoint_calls, min(WAIT_SECONDS, settings().endpoint_wait_seconds)
+    limits = EndpointLimits(open_calls=max_calls, open_per_attempt=max_calls, wait_seconds=wait_seconds)
     app = Endpoint(
         AttemptKeys(partial(endpoint_reads.find_places, db)), limits, clients, Samplers(sampler.answer, episodes.recent_failure)
     )
