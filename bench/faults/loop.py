@@ -51,6 +51,13 @@ ZOMBIES = (
 )
 """Where standing still until the lease is over is another thing than dying."""
 
+OF_OTHER_WORLDS = {
+    "critic": ("update.after", "checkpoint", "commit_update", "optimizer"),
+    "boxed": ("program", "run_tool.after", "call.end"),
+    "agent": ("agent", "endpoint", "send_", "claim_", "finish_", "open_", "publish_", "commit_", "lose_", "restart_"),
+}
+"""For each other world, the points that a sample has: those where a fault does something else there than in the plain world."""
+
 WITHOUT_WORKER = ("submit.after", "control.after")
 """Points of a process that runs no job: the submitter and the control loop."""
 
@@ -315,6 +322,8 @@ def sample(firsts: Sequence[Case]) -> list[Case]:
     cases, kills = list[Case](), count()
     for case in firsts:
         middle = (case.hits + 1) // 2
+        if not case.point.startswith(OF_OTHER_WORLDS.get(case.env, "")):
+            continue
         if case.action == "sleep" and case.point not in ZOMBIES and case.env != "boxed":
             continue
         if case.env == "critic":  # at the last hit there is something to lose

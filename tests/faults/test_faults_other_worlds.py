@@ -10,26 +10,19 @@ from tests.support.fault_loop import recovered
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_programs_of_module"), pytest.mark.timeout(1200)]
 
 IN_SANDBOX = {
-    "run_tool.before",
     "program.begun",
     "run_tool.after",
-    "record_result.before",
-    "record_result.after",
-    "wake.before",
     "call.end",
 }
 """Those where the tool was a program in the sandbox."""
 
 IN_TRAINER = {
-    "claim_iteration.after",
-    "update.before",
     "update.after",
     "checkpoint.written",
     "checkpoint.renamed",
     "commit_update.before",
     "commit_update.after",
     "optimizer.dropped",
-    "train.end",
 }
 """Those where the run learned by PPO."""
 

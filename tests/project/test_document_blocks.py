@@ -147,6 +147,7 @@ def _write_traces(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_document_blocks_run(reader: Reader, page: Path) -> None:
     failures = reader.read(read_blocks(page))

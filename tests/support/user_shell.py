@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SECONDS = 240.0
+SECONDS = 600.0
+"""The longest time that a command may take: on a machine that is busy with other tests, `make quickstart` takes minutes."""
 PROGRAMS = {"agentrl": ["-P", "-m", "agentrl.cli"], "python": []}
 """Command -> the words between the interpreter and the command's own."""
 CTRL_D = "\x04"

@@ -187,13 +187,12 @@ def test_choices_and_streams_are_replayed(stage: Stage, counter: Counter) -> Non
 
 
 def test_cancelled_turn_is_sampled_again_after_loss(db: Database) -> None:
-    gated = Gated()
+    gated = Gated(patience=1.0)
     with staged(Stage(db, group_of(db), gated.engine, CHAT)) as stage:
         with calling(stage, run_agent(db, 1), [QUESTION], "one", stream=True) as response:
             gated.let.release(2)
             assert response.readline()
             assert gated.begun.acquire(timeout=30)
-        gated.let.release(1)
         wait_for(lambda: episode_of(db, 1).steps)
         gated.let.release(100)
         key = lose(stage)

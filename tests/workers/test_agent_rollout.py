@@ -72,13 +72,13 @@ class Policy:
 
 
 class Gated:
-    """Draws a token each time it is let."""
+    """Draws a token each time it is let, or after `patience` seconds."""
 
-    def __init__(self, ids: Sequence[int] = ANSWER) -> None:
+    def __init__(self, ids: Sequence[int] = ANSWER, patience: float = 60.0) -> None:
         self.let, self.begun = threading.Semaphore(0), threading.Semaphore(0)
         self.keys: list[int] = []
         self._ids = ids
-        self.engine = ScriptedEngine(self._say, pace=lambda: self.let.acquire(timeout=60))
+        self.engine = ScriptedEngine(self._say, pace=lambda: self.let.acquire(timeout=patience))
 
     def _say(self, request: GenerateRequest) -> Sequence[int]:
         self.keys.append(request.key)
