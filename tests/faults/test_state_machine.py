@@ -45,7 +45,7 @@ from agentrl.workflow.tables import schema as tables
 from agentrl.workflow.tables.columns import now_ms
 from agentrl.workflow.trajectory import TERMINAL, CallRecord, Episode, StepRecord
 from bench.faults.invariants import GIVE_UP, check_complete, check_promises, dump
-from tests.support.played_runs import CALL, answered, step, submission, update_of, value
+from tests.support.played_runs import CALL, answered, end, step, submission, update_of, value
 
 LEASE = 30.0
 MAX_LEASES = 400
@@ -204,9 +204,7 @@ class World(RuleBasedStateMachine):
         reward = float(episode.sample) * (not flat)
         done = Outcome(episode.id, "done", "answered", reward, {"numeric_answer": reward}, "42")
         outcome = Outcome(episode.id, "failed", error_class="RewardError", error="it raised") if fails else done
-        ended = rollout_claims.finish_episodes(
-            self.db, roller.work.fence, [outcome], roller.work.reward_set, roller.work.weights
-        )
+        ended = end(self.db, roller.work, outcome)
         del roller.episodes[episode.id]
         if not roller.episodes:
             self.rollers.remove(roller)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 from uuid import uuid4
@@ -12,7 +13,7 @@ from agentrl.workflow.config import build
 from agentrl.workflow.store import planning, rollout_claims, steps, train_claims
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.planning import Submission
-from agentrl.workflow.store.rollout_claims import CompletedWork, GroupWork, Outcome
+from agentrl.workflow.store.rollout_claims import GroupWork, Outcome
 from agentrl.workflow.store.train_claims import IterationWork
 from agentrl.workflow.store.train_commits import UpdateRecord
 from agentrl.workflow.trajectory import CallRecord, Message, PolicyRef, Step, StepRecord, Task, ToolCall, ToolResult
@@ -98,22 +99,34 @@ def answered(content: str = "42", error_class: str | None = None) -> ToolResult:
     return ToolResult(content, error_class, 0.5)
 
 
+@dataclass(frozen=True)
+class CompletedWork:
+    """What the end of an episode completed: whether it was the last of its group, and the iteration that may now be trained."""
+
+    group: bool
+    iteration: int | None
+
+
+def end(db: Database, work: GroupWork, outcome: Outcome) -> CompletedWork:
+    """Ends an episode."""
+    group = rollout_claims.finish_episodes(db, work.fence, [outcome], work.reward_set, work.weights)
+    return CompletedWork(group, rollout_claims.find_ready_iteration(db, work.fence.group) if group else None)
+
+
 def finish(
     db: Database, work: GroupWork, position: int, reward: float = 1.0, parts: Mapping[str, float] | None = None
 ) -> CompletedWork:
     """Ends the episode at that position as answered."""
     episode = work.episodes[position].id
     assert episode is not None
-    outcome = Outcome(episode, "done", "answered", reward, parts or {"numeric_answer": reward}, "42")
-    return rollout_claims.finish_episodes(db, work.fence, [outcome], work.reward_set, work.weights)
+    return end(db, work, Outcome(episode, "done", "answered", reward, parts or {"numeric_answer": reward}, "42"))
 
 
 def fail(db: Database, work: GroupWork, position: int) -> CompletedWork:
     """Ends the episode at that position as failed."""
     episode = work.episodes[position].id
     assert episode is not None
-    outcome = Outcome(episode, "failed", error_class="RewardError", error="the reward raised")
-    return rollout_claims.finish_episodes(db, work.fence, [outcome], work.reward_set, work.weights)
+    return end(db, work, Outcome(episode, "failed", error_class="RewardError", error="the reward raised"))
 
 
 def play(db: Database, group: int, reward: float = 1.0) -> CompletedWork:

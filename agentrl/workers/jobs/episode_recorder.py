@@ -31,7 +31,7 @@ class EpisodeRecorder:
 
     Args:
         on_end: called with each episode that ends.
-        iteration_ready: the id of the iteration that became complete when this group ended; None if no iteration did.
+        iteration_ready: the id of the iteration if this group ended and all other groups of the iteration had ended; else None.
         own_rewards: the rewards that external agents returned, by episode. These rewards, and the rewards that tools emit, have
             weight 1 if the run has no other rewards or `counts_own` is True; otherwise they have weight 0.
         of_agents: True if external agents decide the turns.
@@ -162,14 +162,14 @@ class EpisodeRecorder:
         if not outcomes:
             return
         outcomes = [self._of_agent(outcome) if self.of_agents else outcome for outcome in outcomes]
-        finished = store.finish_episodes(self.db, self.work.fence, outcomes, self.work.reward_set, self.work.weights)
+        has_group_ended = store.finish_episodes(self.db, self.work.fence, outcomes, self.work.reward_set, self.work.weights)
         self._report_going_on()
         for outcome in outcomes:
             episode = self.episodes.pop(outcome.episode, None)
             if episode is not None:
                 self.on_end(episode)
-        if finished.iteration is not None:
-            self.iteration_ready = finished.iteration
+        if has_group_ended:
+            self.iteration_ready = store.find_ready_iteration(self.db, self.work.fence.group)
 
     def _of_agent(self, outcome: Outcome) -> Outcome:
         """Return the outcome with the agent's error. If the outcome already has an error of another cause, that error stays."""

@@ -113,18 +113,6 @@ class Outcome:
     answer_step: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CompletedWork:
-    """The work that the end of an episode completed.
-
-    `group` is True if the episode was the last open one of its group. `iteration` is the id of the iteration if all groups of
-    the iteration have ended; else None.
-    """
-
-    group: bool
-    iteration: int | None
-
-
 # claims
 
 _GROUPS, _EPISODES = schema.groups.c, schema.episodes.c
@@ -380,33 +368,31 @@ _NEW_REWARD = PreparedStatement(schema.rewards.insert().inline())
 _OPEN_EPISODES = PreparedStatement(
     select(_EPISODES.id).where(_EPISODES.group_id == bindparam("group"), _is_open(_EPISODES.status))
 )
-_GROUP_MEMBERS = PreparedStatement(select(_EPISODES.status, _EPISODES.reward).where(_EPISODES.group_id == bindparam("group")))
-_FINISHED_ITERATION = PreparedStatement(
-    select(schema.iterations.c.id, schema.iterations.c.run_id)
-    .where(schema.iterations.c.id == select(_GROUPS.iteration_id).where(_GROUPS.id == bindparam("group")).scalar_subquery())
-    .with_for_update()
+_GROUP_MEMBERS = PreparedStatement(
+    select(_EPISODES.run_id, _EPISODES.status, _EPISODES.reward).where(_EPISODES.group_id == bindparam("group"))
 )
 _CLOSE_GROUP = PreparedStatement(
     update(schema.groups).where(_GROUPS.id == bindparam("of_group"), _GROUPS.attempt == bindparam("of_attempt"))
-)
-_OPEN_GROUP = PreparedStatement(
-    select(_GROUPS.id).where(_GROUPS.iteration_id == bindparam("iteration"), _is_open(_GROUPS.status)).limit(1)
 )
 
 
 @transaction
 def finish_episodes(
     tx: Connection, fence: Fence, outcomes: Sequence[Outcome], reward_set: int, weights: Mapping[str, float]
-) -> CompletedWork:
-    """End episodes, and store their rewards. When the last open episode of the group ends, the group ends too. Raise Fenced if
-    another worker holds the group.
+) -> bool:
+    """End episodes, and store their rewards. When the last open episode of the group ends, the group ends too. Return whether
+    it did. Raise Fenced if another worker holds the group.
+
+    The iteration is not locked, because the groups of an iteration often end together and would wait for each other. So ask
+    `find_ready_iteration` after this commit whether all groups have ended. At least one of the groups that end together gets
+    the answer yes; several may.
     """
     return end_episodes(tx, fence, outcomes, reward_set, weights)
 
 
 def end_episodes(
     tx: Connection, fence: Fence, outcomes: Sequence[Outcome], reward_set: int, weights: Mapping[str, float]
-) -> CompletedWork:
+) -> bool:
     """End episodes in the transaction `tx`. See `finish_episodes`."""
     held = check_claim(tx, fence)
     open_ones = set(_open_episodes(tx, fence))
@@ -457,26 +443,25 @@ def _open_episodes(tx: Connection, fence: Fence) -> list[int]:
     return [episode for (episode,) in _OPEN_EPISODES.rows(tx, {"group": fence.group})]
 
 
-def _close_group(tx: Connection, fence: Fence) -> CompletedWork:
+def _close_group(tx: Connection, fence: Fence) -> bool:
+    """End the group if all of its episodes have ended. Return whether it did."""
     if _open_episodes(tx, fence):
-        return CompletedWork(False, None)
+        return False
     members = _GROUP_MEMBERS.rows(tx, {"group": fence.group})
-    rewards = [reward for status, reward in members if status == "done"]
+    rewards = [reward for _, status, reward in members if status == "done"]
     mean, std = mean_and_deviation(rewards)
-    # Locked, so that of two groups that finish at once the second sees the first.
-    ((iteration_id, run_id),) = _FINISHED_ITERATION.rows(tx, {"group": fence.group})
     closed = {
         "status": "done",
         "mean_reward": mean,
         "std_reward": std,
         "best_reward": max(rewards, default=None),
         "worst_reward": min(rewards, default=None),
-        "solved": judge_group(tx, run_id, fence.group) if rewards else None,
+        "solved": judge_group(tx, members[0][0], fence.group) if rewards else None,
         "finished_at": datetime.now(UTC),
         "lease_until": None,
     }
     _CLOSE_GROUP.run(tx, {"of_group": fence.group, "of_attempt": fence.attempt, **closed})
-    return CompletedWork(True, None if _OPEN_GROUP.rows(tx, {"iteration": iteration_id}) else iteration_id)
+    return True
 
 
 _HELD_EPISODES = PreparedStatement(
