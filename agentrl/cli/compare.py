@@ -27,7 +27,7 @@ from agentrl.workers.requests.eval_comparison import (
     right_by_names,
 )
 from agentrl.workflow.config import RunConfig, build
-from agentrl.workflow.errors import AgentRLError, ConfigError, NotFoundError
+from agentrl.workflow.errors import ConfigError, NotFoundError
 from agentrl.workflow.runtime.shown_text import cell, one_line
 
 if TYPE_CHECKING:
@@ -55,6 +55,14 @@ class EvaluationPair:
     def rewards(self) -> int:
         """The similarity of the rewards: SAME_REWARDS, OTHER_CODE or OTHER_REWARDS."""
         return compare_rewards(self.one, self.other)
+
+
+class Unmeasured(NotFoundError):
+    """A policy that has no finished evaluation."""
+
+
+class NoSharedSplit(ConfigError):
+    """Two policies that have no two evaluations on the same split of a dataset."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +157,7 @@ def _policies_hint(first: str, second: str) -> str:
     compare_command = f"agentrl compare {first} {second}"
     try:
         find_pair(first, second, None, None)
-    except AgentRLError as error:
+    except (Unmeasured, NoSharedSplit) as error:
         return f"To compare their policies on the same tasks, first: {error.hint}; then: {compare_command}"
     return f"Compare their policies on the same tasks: {compare_command}"
 
@@ -216,8 +224,8 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
     """Return the pair of evaluations that is most alike.
 
     Pairs with equal tasks come first, then pairs with similar rewards, then pairs with equal sampling options. If several pairs
-    remain, evaluations of the policies' own runs are preferred, then newer evaluations. Raise NotFoundError if a name has no
-    evaluation. Raise ConfigError if the two names have no evaluation on the same split of the same dataset, or both name the
+    remain, evaluations of the policies' own runs are preferred, then newer evaluations. Raise Unmeasured if a name has no
+    evaluation. Raise NoSharedSplit if the two names have no evaluation on the same split of the same dataset, or both name the
     same evaluation.
 
     Args:
@@ -237,7 +245,7 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
         if not mine:
             where = "".join(f" --{key} {value}" for key, value in conditions.items())
             there = _same_tasks_options(others[0].row, len(tasks(others[0].row["id"]))) if others else where
-            raise NotFoundError(f"{name!r} has no finished evaluation{where}.", f"agentrl eval --policy {name}{there}")
+            raise Unmeasured(f"{name!r} has no finished evaluation{where}.", f"agentrl eval --policy {name}{there}")
     pairs = _pairs_on_one_split(first, second, sides, tasks)
     sampling = {candidate.row["id"]: stored_sampling_values(candidate.row["config"]) for side in sides for candidate in side}
 
@@ -270,7 +278,7 @@ def _pairs_on_one_split(
     one, other = sides[0][0].row, sides[1][0].row
     if not pairs:
         again = _same_tasks_options(one, len(tasks(one["id"])))
-        raise ConfigError(
+        raise NoSharedSplit(
             f"Cannot compare: {first!r} was measured on {_split_name(one)}, and {second!r} on {_split_name(other)}.",
             f"Evaluate {second!r} on {_split_name(one)} too: agentrl eval --policy {second}{again}",
         )
@@ -278,7 +286,7 @@ def _pairs_on_one_split(
     if not different:
         row = pairs[0][0].row
         again = _same_tasks_options(row, len(tasks(row["id"])))
-        raise ConfigError(
+        raise NoSharedSplit(
             f"{first!r} and {second!r} share their only evaluation, {row['run']}: there is nothing to compare.",
             f"Both are the same weights. To measure the noise, evaluate them once more: agentrl eval --policy {second}{again}",
         )

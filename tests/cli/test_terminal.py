@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from agentrl.cli.commands import COMMANDS, GROUPS
+from agentrl.cli.compare import _policies_hint
 from agentrl.cli.main import main
 from agentrl.workers.stack.process import database as process_database
+from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.runtime.shown_text import CELL_CHARS
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import planning
@@ -326,6 +328,8 @@ def test_compare_runs_says_never_evaluated_and_what_to_type(
     assert lines["iterations planned"] == ["2", "1"]
     assert lines["seed"] == ["0", "3"]
     assert "agentrl eval --policy by-hand; then: agentrl compare by-hand other" in output.err
+    with pytest.raises(NotFoundError, match="no run or model folder 'nobody'"):  # not a missing evaluation
+        _policies_hint(run, "nobody")
 
 
 def test_episodes_command_searches_and_filters(run: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
