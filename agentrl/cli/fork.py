@@ -2,7 +2,6 @@
 that used an episode.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -138,9 +137,10 @@ def _credit_lines(fate: Any) -> Iterator[Line]:
     if explanation["value"] is not None:
         by = explanation["algorithm"] or "unknown"
         by += "" if explanation["run"] == fate["run"] else f" in {explanation['run']}"
-        formula, *numbers = re.split(r": (?=[-(\d])", explanation["how"], maxsplit=1)
-        for text in (f"  advantage  by {by}: {formula}", *(f"             {text}" for text in numbers)):
-            yield text, "yellow" if explanation["agrees"] is False else ""
+        style = "yellow" if explanation["agrees"] is False else ""
+        yield f"  advantage  by {by}: {explanation['formula']}", style
+        if explanation["calculation"]:
+            yield f"             {explanation['calculation']}", style
     own = next((_reward_text(member) for member in fate["group_rewards"] if member["id"] == fate["id"]), "-")
     others = [_reward_text(member) for member in fate["group_rewards"] if member["id"] != fate["id"]]
     chosen = "" if fate["reward_set"] == "default" else f" (reward set {fate['reward_set']})"
