@@ -308,7 +308,7 @@ def test_changes_command_judges_run_or_shows_iteration(run: str, capsys: pytest.
     assert (found["run"], found["is_healthy"], found["troubles"]) == (run, True, [])
     assert (found["health"]["iteration"], found["drop"], found["gain"]) == (1, None, None)
     printed = agentrl(capsys, "changes")
-    assert printed.startswith("by-hand is running. Nothing is wrong: in its finished iteration,")
+    assert printed.startswith("by-hand is running. Nothing unusual: in its finished iteration,")
     assert "largest drop of the mean reward: none" in printed
     assert json.loads(agentrl(capsys, "changes", run, "--iteration", "1", "--json"))["iteration"] == 1
     assert "part numeric_answer" in agentrl(capsys, "changes", run, "--iteration", "1")

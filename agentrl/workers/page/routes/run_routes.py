@@ -12,7 +12,7 @@ from agentrl.workers.page.answers import answer
 from agentrl.workers.page.routes import Store
 from agentrl.workers.page.shown.shown_texts import LISTED_CHARS, cut_rows, cut_texts, cut_value
 from agentrl.workers.page.shown.whole_run import list_shown_runs, load_run, typed_run
-from agentrl.workers.requests.run_verdict import judge_iteration
+from agentrl.workers.requests.run_verdict import describe_iteration_groups, judge_iteration
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import (
     curves,
@@ -128,7 +128,7 @@ class PartSeconds(BaseModel):
 
 class WholeRun(BaseModel):
     """What the page of a run shows. `typed` is the name or number of the run, for command lines. `progress` is empty if no
-    iteration is open. `health` is null if no iteration is finished.
+    iteration is open. `verdict` says whether something is wrong. `health` is null if no iteration is finished.
     """
 
     run: ListedRun
@@ -137,6 +137,7 @@ class WholeRun(BaseModel):
     manifest: dict[str, Any]
     progress: dict[str, Any]
     waits_for: str
+    verdict: str
     troubles: list[TroubleAnswer]
     health: HealthAnswer | None
     seconds: list[PartSeconds]
@@ -418,8 +419,8 @@ def read_iteration(store: Store, run: int, number: int) -> Response:
     """Return an iteration: its metrics, its optimizer steps, its groups, and the episodes with their outcomes."""
     details = store.ask_about_run(run, lambda tx, name: iteration_rows.load_iteration(tx, name, number))
     fields = {"iteration": details.iteration, "updates": details.updates, "groups": [cut_texts(row) for row in details.groups]}
-    counted, troubles = judge_iteration(details, typed_run(run, details.iteration.run))
-    fields |= {"counted": counted, "troubles": [asdict(trouble) for trouble in troubles]}
+    troubles = judge_iteration(details, typed_run(run, details.iteration.run))
+    fields |= {"counted": describe_iteration_groups(details), "troubles": [asdict(trouble) for trouble in troubles]}
     return answer({**fields, "left_out": details.left_out})
 
 

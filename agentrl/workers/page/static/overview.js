@@ -1,5 +1,5 @@
 // @ts-check
-// The overview of a run: how it learns, whether it is healthy, what went wrong, and episodes that show it.
+// The overview of a run: how it learns, whether it is healthy, its errors, and episodes that show it.
 
 import { html } from "./vendor/preact.js";
 import { RewardChart } from "./curves.js";
@@ -20,8 +20,8 @@ export function Overview(given) {
 function SearchOverview({ run, told, live }) {
   const errors = useData(path(`runs/${run}/errors`), live.version);
   return html`<${SearchView} run=${run} version=${live.version}>
-    <${Troubles} of=${told.troubles} />
-    ${errors.data?.length > 0 && html`<h2>What went wrong</h2><${Errors} run=${run} typed=${told.typed} rows=${errors.data} />`}
+    <p>${visible(told.verdict)}</p><${Troubles} of=${told.troubles} />
+    ${errors.data?.length > 0 && html`<h2>Errors</h2><${Errors} run=${run} typed=${told.typed} rows=${errors.data} />`}
   <//>`;
 }
 
@@ -30,12 +30,12 @@ function LearningOverview({ run, told, row, live, events }) {
   const examples = useData(path(`runs/${run}/examples`), version);
   const errors = useData(path(`runs/${run}/errors`), version);
   const titled = (rows, word) => rows.map((each, index) => [index ? `${word} ${index + 1}` : word, each]);
-  return html`<${Troubles} of=${told.troubles} />
+  return html`<p>${visible(told.verdict)}</p><${Troubles} of=${told.troubles} />
     ${row.iterations > 1 && html`<${RewardChart} run=${run} name=${row.run} version=${told.evaluations} fresh=${live.fresh} events=${events} />`}
     ${["planned", "running"].includes(row.status) && html`<${Machine} version=${live.loads} />`}
     ${told.health && html`<${Health} run=${run} of=${told.health} />`}
     ${told.seconds.length > 0 && html`<h2>Where the seconds went</h2><${SecondsBar} parts=${told.seconds.map(({ part, seconds }) => [part, seconds, PART_COLORS[part] || "f-open"])} />`}
-    ${errors.data?.length > 0 && html`<h2>What went wrong</h2><${Errors} run=${run} typed=${told.typed} rows=${errors.data} />`}
+    ${errors.data?.length > 0 && html`<h2>Errors</h2><${Errors} run=${run} typed=${told.typed} rows=${errors.data} />`}
     ${examples.data?.best.length > 0 && html`<h2>Episodes of ${row.iterations > 1 ? "the newest iteration" : "this run"}</h2>
       <${Examples} rows=${[...titled(examples.data.best, "best"), ...titled(examples.data.worst, "worst")]} />`}`;
 }
