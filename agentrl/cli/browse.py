@@ -41,10 +41,11 @@ EPISODE_MINOR_COLUMNS = (
     "question", "reference", "fate",
 )  # fmt: skip
 TASK_COLUMNS = (
-    "task_id=id", "task", "question", "reference", "solved", "mean_reward=mean reward", "last_reward=last reward",
-    "first_solved=first solved", "last_solved=last solved", "worst=worst episode",
+    "task_id=id", "task", "question", "reference", "right=episodes right", "solved=groups solved",
+    "mean_reward=mean reward", "last_reward=last reward", "first_solved=first solved", "last_solved=last solved",
+    "worst=worst episode",
 )  # fmt: skip
-TASK_MINOR_COLUMNS = ("first_solved", "last_solved", "question", "last_reward", "reference", "worst")
+TASK_MINOR_COLUMNS = ("solved", "first_solved", "last_solved", "question", "last_reward", "reference", "worst")
 QUESTION_CHARS = 48
 ANSWER_CHARS = 18
 """The most characters of an answer in a list. `replay` shows the complete answer."""
@@ -197,7 +198,7 @@ def tasks(
     limit: Limit = 50,
     as_json: Json = False,
 ) -> None:
-    """List the tasks of a run: in how many of its groups each was solved, in which iterations, and its rewards.
+    """List the tasks of a run: how many of its episodes were right, in how many groups each was solved, and its rewards.
 
     A group is the episodes of one task in one iteration. A task is solved in a group if one of its episodes is right. It is no
     longer solved if it was solved once, but not in its newest group.
@@ -210,30 +211,50 @@ def tasks(
     run = pick_run(db, run)
     rows: list[Any] = []
     page = None
-    while (page is None or page.next) and len(rows) < limit:
+    while (page is None or page.next) and len(rows) <= limit:
         cursor = page.next if page else ""
         page = task_rows.list_tasks(db, run, search or "", sort, task_rows.MAX_TASKS, cursor, outcome or "")
         rows += page.rows
+    counts = task_rows.count_right_episodes(db, run, [row["task_id"] for row in rows[:limit]])
+    listed = [_add_counts(row, counts.get(row["task_id"], task_rows.SolvedCount())) for row in rows[:limit]]
     if as_json:
-        show_json(rows[:limit])
-    elif rows:
-        show_rows([_task_row(row) for row in rows[:limit]], TASK_COLUMNS, TASK_MINOR_COLUMNS)
-        solved, judged = rows[0]["solved_groups"], rows[0]["judged_groups"]
-        counts = f"`{solved} of {judged}`: the task has {format_count(judged, 'group')} with a reward. In {solved} of them,"
-        say(f"{counts} {page.solved_means if page else ''}. `first solved` and `last solved` are iterations.")
+        show_json(listed)
+    elif listed:
+        show_rows([_task_row(row) for row in listed], TASK_COLUMNS, TASK_MINOR_COLUMNS)
+        solved, judged = listed[0]["solved_groups"], listed[0]["judged_groups"]
+        counted = f"Groups solved `{solved} of {judged}`: the task has {format_count(judged, 'group')} with a reward."
+        say(f"{counted} In {solved} of them, {page.solved_means if page else ''}.")
+        say("`first solved` and `last solved` are iterations.")
         say(f"The episodes of a task: agentrl episodes {run} --task KEY")
     else:
         say("No task matches these filters.")
-    if len(rows) > limit or (page and page.next):
+    if len(rows) > limit:
+        if sort and _sort_value(rows[limit - 1], sort) == _sort_value(rows[limit], sort):
+            say(f"Tasks that are not shown have the same {sort.removeprefix('-')} as the last one.")
         say(f"There are more: --limit {2 * limit}")
+
+
+def _add_counts(row: Any, count: Any) -> dict[str, Any]:
+    return {**row, "right_episodes": count.right, "episodes": count.episodes}
+
+
+_SORT_FIELDS = {"id": "task_id", "solved": "solved_groups", "reward": "mean_reward", "last": "last_reward"}
+"""The fields of a task's row by which tasks are sorted, if the order has another name than the field."""
+
+
+def _sort_value(row: Any, sort: str) -> Any:
+    """Return the value of a task by which the list is sorted."""
+    order = sort.removeprefix("-")
+    value = row[_SORT_FIELDS.get(order, order)]
+    return value["reward"] if isinstance(value, Mapping) else value
 
 
 def _task_row(row: Any) -> dict[str, Any]:
     worst = row["worst"] and f"{row['worst']['episode']} ({cell(row['worst']['reward'])})"
     first = row["first_solved"] or "never"
     short = {"question": one_line(row["question"], QUESTION_CHARS), "reference": one_line(row["reference"], ANSWER_CHARS)}
-    solved = f"{row['solved_groups']} of {row['judged_groups']}"
-    return {**row, **short, "solved": solved, "worst": worst, "first_solved": first}
+    solved, right = f"{row['solved_groups']} of {row['judged_groups']}", f"{row['right_episodes']} of {row['episodes']}"
+    return {**row, **short, "right": right, "solved": solved, "worst": worst, "first_solved": first}
 
 
 def _check_words(status: str | None, stop_reason: str | None) -> None:

@@ -299,6 +299,11 @@ def test_tasks_command_lists_outcomes(run: str, capsys: pytest.CaptureFixture[st
     listed = agentrl(capsys, "tasks", run, "--sort", "-task").splitlines()
     assert [line.split()[1] for line in listed[1:3]] == ["train/1", "train/0"]
     assert [" 1 of 1 " in line for line in listed] == [False, True, True]
+    assert [(task["right_episodes"], task["episodes"]) for task in solved] == [(1, 2), (1, 2)]
+    assert [" 1 of 2 " in line for line in listed] == [False, True, True]
+    for sort, is_tied in (("solved", True), ("task", False)):
+        main(["tasks", run, "--sort", sort, "--limit", "1"])
+        assert ("the same solved as the last one" in capsys.readouterr().err) is is_tied
     assert [task["task"] for task in json.loads(agentrl(capsys, "tasks", "--search", "2 + 1", "--json"))] == ["train/1"]
     assert "never_solved" in agentrl(capsys, "tasks", "--outcome", "never", code=2)
 
