@@ -6,7 +6,18 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from agentrl.cli.console import Json, say, show, show_json, show_lines, show_rows, walk_tree
+from agentrl.cli.console import (
+    Csv,
+    Json,
+    check_formats,
+    say,
+    show,
+    show_json,
+    show_lines,
+    show_list,
+    show_rows,
+    walk_tree,
+)
 from agentrl.cli.follow import trained_on_query
 from agentrl.cli.options import MAX_INTEGER
 from agentrl.cli.replay_diff import diff as compared
@@ -78,6 +89,7 @@ def runs(
     limit: Limit = 50,
     sort: Annotated[str, _sort_option("-id")] = "-id",
     tree: Annotated[bool, typer.Option("--tree", help="Indent each run under its parent run.")] = False,
+    as_csv: Csv = False,
     as_json: Json = False,
 ) -> None:
     """List the newest runs. `best` is the highest mean reward on the held-out split; the version RUN@best reached it."""
@@ -85,13 +97,16 @@ def runs(
     from agentrl.workflow.store.reads.paging import Paging
 
     _check_sort(sort, run_rows.RUN_ORDERS)
+    check_formats(as_csv, as_json)
+    if tree and as_csv:
+        raise ConfigError("--csv and --tree exclude each other.", "Choose one.")
     if tree and (whole := existing_database()):
         show_tree(whole, limit, as_json)
         return
     db = existing_reader()
     rows = run_rows.list_runs(db, paging=Paging(limit, sort=sort)).rows if db else ()
-    if as_json:
-        show_json(rows)
+    if as_json or as_csv:
+        show_list(rows, as_csv)
     elif db and rows:
         tags = label_rows.load_tags(db, [row.id for row in rows])
         show_rows([_run_row(row, tags.get(row.id, ())) for row in rows], RUN_COLUMNS, RUN_MINOR_COLUMNS, below=("reason",))
@@ -139,11 +154,13 @@ def episodes(
     sort: Annotated[str, _sort_option("id")] = "id",
     limit: Limit = 50,
     offset: Annotated[int, typer.Option(min=0, max=MAX_INTEGER, help="Skip this many.")] = 0,
+    as_csv: Csv = False,
     as_json: Json = False,
 ) -> None:
     """List a run's episodes."""
     from agentrl.workflow.store.reads import episode_rows, run_rows
 
+    check_formats(as_csv, as_json)
     _check_words(status, stop_reason)
     _check_sort(sort, episode_rows.EPISODE_ORDERS)
     db = stored_reader()
@@ -154,8 +171,8 @@ def episodes(
         texts_of=texts_of,
     )  # fmt: skip
     rows, more = _find_evidence(db, chosen, sort, limit, offset)
-    if as_json:
-        show_json(rows)
+    if as_json or as_csv:
+        show_list(rows, as_csv)
     elif rows:
         show_rows([_episode_row(row) for row in rows], EPISODE_COLUMNS, EPISODE_MINOR_COLUMNS, below=("error",))
         say(f"Transcript: agentrl replay {rows[0]['id']}")
@@ -196,6 +213,7 @@ def tasks(
     ] = None,
     sort: Annotated[str, _sort_option("their first group")] = "",
     limit: Limit = 50,
+    as_csv: Csv = False,
     as_json: Json = False,
 ) -> None:
     """List the tasks of a run: how many of its episodes were right, in how many groups each was solved, and its rewards.
@@ -205,6 +223,7 @@ def tasks(
     """
     from agentrl.workflow.store.reads import task_rows
 
+    check_formats(as_csv, as_json)
     if sort:
         _check_sort(sort, task_rows.TASK_ORDERS)
     db = stored_reader()
@@ -217,8 +236,8 @@ def tasks(
         rows += page.rows
     counts = task_rows.count_right_episodes(db, run, [row["task_id"] for row in rows[:limit]])
     listed = [_add_counts(row, counts.get(row["task_id"], task_rows.SolvedCount())) for row in rows[:limit]]
-    if as_json:
-        show_json(listed)
+    if as_json or as_csv:
+        show_list(listed, as_csv)
     elif listed:
         show_rows([_task_row(row) for row in listed], TASK_COLUMNS, TASK_MINOR_COLUMNS)
         solved, judged = listed[0]["solved_groups"], listed[0]["judged_groups"]
@@ -336,17 +355,19 @@ def events(
     limit: Annotated[
         int | None, typer.Option(min=1, max=MAX_INTEGER, help="Show at most this many, the newest.", show_default=False)
     ] = None,
+    as_csv: Csv = False,
     as_json: Json = False,
 ) -> None:
     """List the events of a run, oldest first."""
     from agentrl.workflow.store.reads.event_rows import EventFilter, list_events
     from agentrl.workflow.store.reads.paging import iterate_rows
 
+    check_formats(as_csv, as_json)
     db = stored_reader()
     name = pick_run(db, run)
     rows = [*iterate_rows(list_events, db, EventFilter(name))][-limit if limit else 0 :]
-    if as_json:
-        show_json(rows)
+    if as_json or as_csv:
+        show_list(rows, as_csv)
     else:
         if not rows:
             say(f"{name} has no events.")

@@ -1,5 +1,7 @@
 """What a person meets first at the keyboard: help in groups, lists that fit, names that need not be typed, completion."""
 
+import csv
+import io
 import json
 import os
 import signal
@@ -290,6 +292,17 @@ def test_json_list_has_columns_of_view(
     asked = json.loads(agentrl(capsys, "sql", f"SELECT * FROM {view} LIMIT 1", "--json"))
     more = {"task_id", "question", "parts", "failed_call", "fate"} if words == "episodes" else set()
     assert json.loads(agentrl(capsys, words, "--limit", "1", "--json"))[0].keys() == asked[0].keys() | more
+
+
+@pytest.mark.parametrize("words", ["runs", "episodes", "tasks", "events"])
+def test_list_prints_csv_of_all_columns(run: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    documents = json.loads(agentrl(capsys, words, "--json"))
+    listed = [*csv.DictReader(io.StringIO(agentrl(capsys, words, "--csv")))]
+    assert [[*row] for row in listed] == [[*row] for row in documents]
+    assert len(listed) > 0
+    if words == "episodes":
+        assert [json.loads(row["parts"]) for row in listed] == [row["parts"] for row in documents]
+    assert "exclude each other" in agentrl(capsys, words, "--csv", "--json", code=2)
 
 
 def test_tasks_command_lists_outcomes(run: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
