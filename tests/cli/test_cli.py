@@ -302,6 +302,7 @@ BAD = [
     (["submit", "--dataset", "arithmetic", "-s", "rollout.top_p=true", "--dry-run"], 2, "true or false"),
     (["chat", "--policy", "nobody@x"], 2, "RUN@3"),
     (["config", "show", "-s", "epoch=3"], 2, "epochs"),
+    (["config", "demo"], 2, "agentrl config show --run demo"),
     (["config", "show", "-s", "algorithm.name=nothing"], 2, "algorithm"),
     (["config", "show", "-s", "critic.clip=0.5"], 2, "it has no critic"),
     (["config", "show", "-s", "algorithm.dual_clip=1"], 2, "algorithm.dual_clip"),
