@@ -88,28 +88,36 @@ def _check_sort(sort: str, columns: Mapping[str, str]) -> None:
 def runs(
     limit: Limit = 50,
     sort: Annotated[str, _sort_option("-id")] = "-id",
+    kind: Annotated[str | None, _filter_option("Only this kind: train, eval, search, fork, serve, import.")] = None,
     tree: Annotated[bool, typer.Option("--tree", help="Indent each run under its parent run.")] = False,
     as_csv: Csv = False,
     as_json: Json = False,
 ) -> None:
-    """List the newest runs. `best` is the highest mean reward on the held-out split; the version RUN@best reached it."""
+    """List the newest runs. `best` is the highest mean reward on the held-out split; the version RUN@best reached it.
+
+    The evaluations that a run planned itself are listed only with --kind eval.
+    """
     from agentrl.workflow.store.reads import label_rows, run_rows
     from agentrl.workflow.store.reads.paging import Paging
 
     _check_sort(sort, run_rows.RUN_ORDERS)
     check_formats(as_csv, as_json)
-    if tree and as_csv:
-        raise ConfigError("--csv and --tree exclude each other.", "Choose one.")
+    if tree and (as_csv or kind):
+        raise ConfigError("--tree excludes --csv and --kind.", "Leave --tree out.")
     if tree and (whole := existing_database()):
         show_tree(whole, limit, as_json)
         return
     db = existing_reader()
-    rows = run_rows.list_runs(db, paging=Paging(limit, sort=sort)).rows if db else ()
+    rows = run_rows.list_runs(db, run_rows.RunFilter(kind=kind), Paging(limit, sort=sort)).rows if db else ()
     if as_json or as_csv:
         show_list(rows, as_csv)
     elif db and rows:
         tags = label_rows.load_tags(db, [row.id for row in rows])
         show_rows([_run_row(row, tags.get(row.id, ())) for row in rows], RUN_COLUMNS, RUN_MINOR_COLUMNS, below=("reason",))
+        if kind is None and (left_out := run_rows.count_planned_evals(db)):
+            say(f"Left out: {format_count(left_out, 'evaluation')} that runs planned. List them: agentrl runs --kind eval")
+    elif db and kind:
+        say(f"No run is of the kind {kind!r:.60}.")
     else:
         say(f"There is no run yet. {first_run_hint()}")
 

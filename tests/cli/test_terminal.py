@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sqlalchemy import text
 
 from agentrl.cli.commands import COMMANDS, GROUPS
 from agentrl.cli.compare import _policies_hint
@@ -292,6 +293,28 @@ def test_json_list_has_columns_of_view(
     asked = json.loads(agentrl(capsys, "sql", f"SELECT * FROM {view} LIMIT 1", "--json"))
     more = {"task_id", "question", "parts", "failed_call", "fate"} if words == "episodes" else set()
     assert json.loads(agentrl(capsys, words, "--limit", "1", "--json"))[0].keys() == asked[0].keys() | more
+
+
+def test_runs_command_says_how_many_it_leaves_out(
+    run: str,  # noqa: F811
+    data: Database,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    columns = "status, dataset, base, base_hash, seed, format, epochs, iterations, output_dir, config, manifest"
+    query = f"""
+        INSERT INTO runs (name, kind, measures_id, measures_version, {columns})
+        SELECT 'measured', 'eval', id, 0, {columns} FROM runs"""
+    with data.engine.begin() as tx:
+        tx.execute(text(query))
+    assert main(["runs"]) == 0
+    output = capsys.readouterr()
+    assert ("measured" in output.out, output.err.splitlines()[-1]) == (
+        False,
+        "Left out: 1 evaluation that runs planned. List them: agentrl runs --kind eval",
+    )
+    assert [row["run"] for row in json.loads(agentrl(capsys, "runs", "--kind", "eval", "--json"))] == ["measured"]
+    assert main(["runs", "--kind", "serve"]) == 0
+    assert capsys.readouterr().err == "No run is of the kind 'serve'.\n"
 
 
 @pytest.mark.parametrize("words", ["runs", "episodes", "tasks", "events"])
