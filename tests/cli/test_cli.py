@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from sqlalchemy import text as sql
 
 from agentrl.cli.console import show_json
 from agentrl.cli.doctor import Check, _gsm8k
+from agentrl.cli.eval_run import _describe_scoring
 from agentrl.cli.follow import is_somebody_working, load_view, summary
 from agentrl.cli.main import main
 from agentrl.cli.plot import buckets, plot, sparkline
@@ -30,7 +32,9 @@ from agentrl.cli.screen import live_lines
 from agentrl.workers.stack import broker, embedded, presence
 from agentrl.workers.stack.celery_app import QUEUES, make_app
 from agentrl.workers.stack.process import database as process_database
+from agentrl.workflow.config import build
 from agentrl.workflow.errors import ConfigError, did_you_mean
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import Hook
 from agentrl.workflow.models.devices import pick_device
 from agentrl.workflow.models.packed_weights import ROUNDING, why_not_packed
@@ -320,6 +324,13 @@ def test_bad_input_is_sentence_next_step_and_code(
     assert hint in complaint
     assert len(complaint.splitlines()) <= 5
     assert not home.exists()
+
+
+def test_eval_names_prompt_only_if_it_is_used() -> None:
+    named = {"env": "math", "rewards": {"numeric_answer": 1.0}}
+    assert re.match(r"env math \(prompt \w{8}\), rewards numeric_answer x 1", _describe_scoring(Experiment(build(named))))
+    with_agent = build({**named, "agent.name": "external"})
+    assert _describe_scoring(Experiment(with_agent)).startswith("env math, rewards numeric_answer x 1")
 
 
 @pytest.mark.slow
