@@ -28,7 +28,7 @@ from agentrl.workers.requests.eval_comparison import (
 )
 from agentrl.workflow.config import RunConfig, build
 from agentrl.workflow.errors import ConfigError, NotFoundError
-from agentrl.workflow.runtime.shown_text import cell, one_line
+from agentrl.workflow.runtime.shown_text import cell, format_count, one_line
 
 if TYPE_CHECKING:
     from agentrl.workflow.stats.paired_test import PairedComparison
@@ -100,8 +100,9 @@ def compare(
     means = sides.means
     if means[0].keys() != means[1].keys():
         shared = len(means[0].keys() & means[1].keys())
+        count = format_count(len(means[0]), "task")
         raise ConfigError(
-            f"{one['run']} has {len(means[0])} tasks, {other['run']} has {len(means[1])}, and they share {shared}.",
+            f"{one['run']} has {count}, {other['run']} has {len(means[1])}, and they share {shared}.",
             f"Measure one again: agentrl eval --policy {second} --dataset {one['dataset']} --split {one['split']} "
             f"-n {len(means[0])}",
         )
@@ -139,7 +140,7 @@ def _compare_runs(first: str, second: str, as_json: bool) -> None:
         show_rows(tasks, ("task", "question", *columns, *episodes), ("question",))
         pair = f"{differences.tasks[0]['one_episode']} --diff {differences.tasks[0]['other_episode']}"
         say(f"The first difference of the first pair: agentrl replay {pair}")
-    say(f"{len(differences.tasks)} of {differences.shared} tasks that both sampled have different rewards.")
+    say(f"{len(differences.tasks)} of {format_count(differences.shared, 'task')} that both sampled have different rewards.")
     say(_policies_hint(*(row["run"] for row in differences.runs)))
 
 
@@ -200,7 +201,7 @@ def _document(pair: EvaluationPair, rewards: "PairedComparison", rights: "Paired
 
 
 def _show_comparison(comparison: Mapping[str, Any]) -> None:
-    show(f"{comparison['tasks']} tasks of {comparison['dataset']} ({comparison['split']})")
+    show(f"{format_count(comparison['tasks'], 'task')} of {comparison['dataset']} ({comparison['split']})")
     for side in ("a", "b"):
         row = comparison[side]
         measures = f"mean {cell(row['mean'])}  accuracy {cell(row['accuracy'])}  n {row['episodes']}  errors {row['errors']}"
@@ -213,7 +214,7 @@ def _show_comparison(comparison: Mapping[str, Any]) -> None:
         show(f"  B - A of accuracy  {_format_difference(rights)}")
         show(f"  B right more often on {rights['won']}, less on {rights['lost']}, as often on {rights['tied']}")
     if comparison["left_out"]:
-        show(f"  {comparison['left_out']} tasks left out: one side has no done episode")
+        show(f"  {format_count(comparison['left_out'], 'task')} left out: one side has no done episode")
 
 
 def _format_difference(measures: Mapping[str, Any]) -> str:

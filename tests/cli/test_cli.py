@@ -587,8 +587,8 @@ def test_error_of_several_lines_is_printed_on_one(run: str, data: Database, caps
 def test_pause_and_cancel_are_repeatable_and_say_what_is_kept(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     first = agentrl(capsys, "pause", run)
     assert "was running" in first
-    assert "1 of 2 iterations, policy version 1, 4 episodes done; 0 of 4 episodes of the open iteration have ended" in first
-    assert "redone: nothing; 4 episodes of iteration 2 are still to be sampled" in first
+    assert "1 of 2 iterations, policy version 1, 4 episodes done; 0 of 4 episodes of the open iteration ended" in first
+    assert "redone: nothing; 4 episodes of iteration 2 still to be sampled" in first
     assert "already" in agentrl(capsys, "pause", run)
     assert "was paused" in agentrl(capsys, "cancel", run)
     assert "redone: nothing" in agentrl(capsys, "cancel", run)
@@ -823,7 +823,7 @@ def test_doctor_tries_gsm8k_before_reporting_it(tmp_path: Path, monkeypatch: pyt
         (folder / f"{split}.jsonl").write_text(rows)
     monkeypatch.setenv("AGENTRL_GSM8K_DIR", str(folder))
     settings.cache_clear()
-    assert _gsm8k(settings()) == Check("gsm8k", "ok", f"{folder}: 1 tasks in train, 1 tasks in test")
+    assert _gsm8k(settings()) == Check("gsm8k", "ok", f"{folder}: 1 task in train, 1 task in test")
     (folder / "test.jsonl").write_text("no JSON")
     assert (_gsm8k(settings()).state, _gsm8k(settings()).todo) == ("warn", "Correct AGENTRL_GSM8K_DIR.")
     monkeypatch.delenv("AGENTRL_GSM8K_DIR")

@@ -139,9 +139,8 @@ def list_flat_lines(facts: Row) -> list[str]:
     for part in facts["parts"]:
         lowest, highest = cell(part["least"]), cell(part["most"])
         lines.append(f"  {part['part']}: {lowest if lowest == highest else f'{lowest} to {highest}'}")
-    lines.append(
-        f"  of {facts['episodes']} episodes {facts['called']} made a tool call, {facts['unreadable']} an unreadable one"
-    )
+    episodes = format_count(facts["episodes"], "episode")
+    lines.append(f"  of {episodes} {facts['called']} made a tool call, {facts['unreadable']} an unreadable one")
     example = facts["example"]
     lines.append(f"  example answer: {one_line(example['final_answer'], 100)!r} (agentrl replay {example['id']})")
     tries = [_more_variance(facts["parts"]), "raise --group-size and --temperature"]
@@ -222,11 +221,12 @@ def _iterate_troubles(run: str, iteration: IterationRecord, terms: HealthTerms) 
     if row["skipped"]:
         yield "step", Trouble(f"The update made no step: {row['skipped']}.")
     if counts.groups and compares_groups(terms.algorithm):
+        groups = format_count(counts.groups, "group")
         if (equal := counts.flat - counts.right) / counts.groups > MAX_FLAT:
-            text = f"{equal} of {counts.groups} groups have equal rewards and no right episode, so they teach nothing."
+            text = f"{equal} of {groups} have equal rewards and no right episode, so they teach nothing."
             yield "groups", Trouble(f"{text} Try easier tasks, or larger groups.", f"{listed} --fate no_variance")
         if counts.right / counts.groups > MAX_SOLVED:
-            text = f"{counts.right} of {counts.groups} groups are solved and have equal rewards, so they teach nothing more."
+            text = f"{counts.right} of {groups} are solved and have equal rewards, so they teach nothing more."
             yield "solved", Trouble(f"{text} {HARDER_TASKS}", is_note=True)
     calls, errors = row["tool_calls"], row["tool_errors"]
     if calls and errors / calls > MAX_FAILED_CALLS:
