@@ -22,6 +22,7 @@ from agentrl.workflow.analysis.run_health import (
     list_iteration_troubles,
     list_update_troubles,
 )
+from agentrl.workflow.runtime.shown_text import plain
 from agentrl.workflow.store import train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import open_database
@@ -232,10 +233,10 @@ def test_run_route_tells_health_of_newest_iteration(sqlite: Database) -> None:
     add_runs(sqlite)
     page = PageOver(sqlite)
     ids = {row["run"]: row["id"] for row in page.read("/api/runs")["rows"]}
-    health = page.read(f"/api/runs/{ids['code']}")["health"]
+    health = page.read(f"/api/runs/{ids['code']}/verdict")["health"]
     assert health["iteration"] == 4
     assert health["facts"][0] == {"text": "2 of 2 groups with different rewards", "is_off": False}
-    assert page.read(f"/api/runs/{ids['broken']}")["health"] is None
+    assert page.read(f"/api/runs/{ids['broken']}/verdict")["health"] is None
 
 
 def test_healthy_demo_run_has_no_fault() -> None:
@@ -255,7 +256,7 @@ def test_run_that_learned_everything_gets_note(database: Database) -> None:
             "groups SET mean_reward = 1.0, std_reward = 0.0",
         ):
             tx.execute(text(f"UPDATE {change}"))
-    newest, each = PageOver(database).read("/api/runs/1")["troubles"]
+    newest, each = PageOver(database).read("/api/runs/1/verdict")["troubles"]
     assert newest["text"].endswith("every episode is right. Harder tasks would teach more.")
     assert each["text"].startswith("In 3 of 3 iterations")
     assert newest["is_note"]
@@ -267,13 +268,13 @@ def test_run_route_says_why_run_stopped(sqlite: Database) -> None:
     page = PageOver(sqlite)
     rows = {row["run"]: row for row in page.read("/api/runs")["rows"]}
     assert (rows["broken"]["status"], rows["broken"]["reason"]) == ("paused", REASON)
-    failed, resume = page.read(f"/api/runs/{rows['broken']['id']}")["troubles"]
+    failed, resume = page.read(f"/api/runs/{rows['broken']['id']}/verdict")["troubles"]
     assert failed["text"] == f"4 episodes failed, all with: {WHY_FAILED}"
     assert (failed["command"], resume["command"]) == ("agentrl episodes broken --status failed", "agentrl resume broken")
     for name in ("broken", "code", "agents"):
-        shown, verdict = page.read(f"/api/runs/{rows[name]['id']}"), judge_run(sqlite, name)
-        assert (shown["verdict"], shown["troubles"]) == (verdict.sentence, [asdict(trouble) for trouble in verdict.troubles])
-        assert page.read(f"/api/runs/{rows[name]['id']}/errors") == [*verdict.errors]
+        here = f"/api/runs/{rows[name]['id']}"
+        assert page.read(f"{here}/verdict") == plain(asdict(judge_run(sqlite, name)))
+        assert page.read(f"{here}/errors") == page.read(f"{here}/verdict")["errors"]
 
 
 def test_runs_route_finds_evaluations_and_those_made_by_hand(database: Database) -> None:

@@ -67,7 +67,7 @@ def test_export_records_small_run_under_page_paths(trained: Database, tmp_path: 
     tasks = values(trained, "SELECT DISTINCT task_id FROM groups WHERE run_id = 1")
     lists = (
         *("curves", "events?size=500&sort=-id", "lanes", "episodes?size=50", "tasks?size=25", "annotations?size=100"),
-        *("prompts", "critic-calls?size=20", "ledger", "ledger?after=1", "iterations/1", "examples", "errors"),
+        *("prompts", "critic-calls?size=20", "ledger", "ledger?after=1", "iterations/1", "examples", "verdict"),
         *(f"tasks/{task}" for task in tasks),
     )
     wanted = {"api/store", "api/runs?size=50", "api/runs/1", "api/evals?measures=1&size=200", "api/views"}

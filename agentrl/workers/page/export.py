@@ -226,7 +226,7 @@ async def _take_run(recording: _Recording, run: int, around: int) -> list[int]:
         curves = await recording.ask(f"{here}/curves")
         while curves["more"]:
             curves = await recording.ask(f"{here}/curves?after={curves['rows'][-1][0]}")
-        for path in ("events?size=500&sort=-id", "lanes", "examples", "errors"):
+        for path in ("events?size=500&sort=-id", "lanes", "examples", "verdict"):
             await recording.ask(f"{here}/{path}")
         episodes = await recording.ask(f"{here}/{EPISODES}")
         recording.listed = {row["id"]: row for row in episodes["rows"]}

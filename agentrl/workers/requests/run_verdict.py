@@ -23,7 +23,6 @@ from agentrl.workflow.analysis.run_health import (
     list_update_troubles,
 )
 from agentrl.workflow.store.driver_reader import Row, sql_read_transaction
-from agentrl.workflow.store.iterations import staleness_of
 from agentrl.workflow.store.reads import run_rows
 from agentrl.workflow.store.reads.credit_rows import load_algorithm
 from agentrl.workflow.store.reads.evidence_rows import count_error_classes
@@ -35,6 +34,7 @@ from agentrl.workflow.store.reads.iteration_rows import (
     list_iterations,
     list_updates,
     load_solved_groups,
+    read_max_staleness,
 )
 from agentrl.workflow.store.reads.paging import iterate_rows
 from agentrl.workflow.store.reads.run_details import find_config, load_summaries
@@ -103,7 +103,7 @@ def judge_run(tx: Any, run: str) -> RunVerdict:
 
 
 def _read_terms(kind: str, config: Mapping[str, Any]) -> HealthTerms:
-    return HealthTerms(load_algorithm(config)[0], staleness_of(config)) if kind == "train" else HealthTerms()
+    return HealthTerms(load_algorithm(config)[0], read_max_staleness(config)) if kind == "train" else HealthTerms()
 
 
 def _list_run_troubles(tx: Any, run: RunRow, typed: str, newest: Sequence[IterationRow]) -> list[Trouble]:

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from typing import Any
 
 from agentrl.workers.page.shown.shown_texts import LISTED_CHARS, SHOWN_CHARS, cut_rows, cut_value
-from agentrl.workers.requests.run_verdict import judge_run
 from agentrl.workflow.config import NAME_PATTERN, RunConfig
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import run_details, run_rows
@@ -46,7 +45,6 @@ def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
     name = run_rows.run_name(tx, run)
     (shown_run,) = list_shown_runs(tx, [run_rows.run_by_id(tx, run)])
     children = find_children(tx, run, CHILDREN_SHOWN + 1)
-    verdict = judge_run(tx, typed_run(run, name))
     work = (asdict(claim) for claim in list_open_work(tx) if claim.run == name) if shown_run["status"] == "running" else ()
     return {
         "run": shown_run,
@@ -55,9 +53,6 @@ def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
         "manifest": run_details.load_manifest(tx, run),
         "progress": run_rows.count_progress(tx, name),
         "waits_for": shown_run["waits_for"],
-        "verdict": verdict.sentence,
-        "troubles": [asdict(trouble) for trouble in verdict.troubles],
-        "health": asdict(verdict.health) if verdict.health else None,
         "seconds": load_run_seconds(tx, name, episodes=False),
         "sampled_on": run_rows.why_sampling_on(tx, name),
         "tags": shown_run["tags"],

@@ -9,7 +9,6 @@ from typing import Any
 from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.stats.group_variance import mean_and_deviation
 from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
-from agentrl.workflow.store.iterations import staleness_of
 from agentrl.workflow.store.reads.changes import OF_RUN, since_values
 from agentrl.workflow.store.reads.credit_rows import load_algorithm, load_rewards_in
 from agentrl.workflow.store.reads.paging import (
@@ -127,8 +126,15 @@ def load_iteration(tx: Any, run: str, number: int) -> IterationDetails:
         flat=len(flat),
         right=len(solved.intersection(flat)),
         algorithm=load_algorithm(iteration["config"])[0] if is_training else None,
-        max_staleness=staleness_of(iteration["config"]) if is_training else 0,
+        max_staleness=read_max_staleness(iteration["config"]) if is_training else 0,
     )
+
+
+def read_max_staleness(config: Mapping[str, Any]) -> int:
+    """Return the most versions by which the sampler may be behind, as in a run's stored config; 0 if it says none."""
+    rollout = config.get("rollout")
+    value = rollout.get("max_staleness") if isinstance(rollout, Mapping) else None
+    return value if isinstance(value, int) else 0
 
 
 def find_iteration(tx: Any, run_row: Row, number: int) -> Row:
