@@ -257,7 +257,7 @@ def tasks(
         say("No task matches these filters.")
     if len(rows) > limit:
         if sort and _sort_value(rows[limit - 1], sort) == _sort_value(rows[limit], sort):
-            say(f"Tasks that are not shown have the same {sort.removeprefix('-')} as the last one.")
+            say(f"Tasks that are not shown have the same `{sort.removeprefix('-')}` as the last one.")
         say(f"There are more: --limit {2 * limit}")
 
 

@@ -339,7 +339,7 @@ def test_tasks_command_lists_outcomes(run: str, capsys: pytest.CaptureFixture[st
     assert [" 1 of 2 " in line for line in listed] == [False, True, True]
     for sort, is_tied in (("solved", True), ("task", False)):
         main(["tasks", run, "--sort", sort, "--limit", "1"])
-        assert ("the same solved as the last one" in capsys.readouterr().err) is is_tied
+        assert ("the same `solved` as the last one" in capsys.readouterr().err) is is_tied
     assert [task["task"] for task in json.loads(agentrl(capsys, "tasks", "--search", "2 + 1", "--json"))] == ["train/1"]
     assert "never_solved" in agentrl(capsys, "tasks", "--outcome", "never", code=2)
 

@@ -96,7 +96,11 @@ export function openable(parts, query) {
   return isThere(askedAt(parts, query)) ? href(parts, query) : undefined;
 }
 
-/** What a place asks for first. A list with filters asks for the filtered list. */
+/**
+ * What a place asks for first. A list with filters asks for the filtered list.
+ * @param {any[]} parts
+ * @param {Record<string, any>} [query]
+ */
 function askedAt([kind, id, what, part], { tab, candidate, ...filter } = {}) {
   if (kind === "group" || kind === "episode") return path(`${kind}s/${id}`);
   if (kind === "compare" || kind === "sql") return path(kind);
