@@ -6,7 +6,18 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from agentrl.cli.console import Json, say, show, show_json, show_lines, show_rows, walk_tree
+from agentrl.cli.console import (
+    Csv,
+    Json,
+    check_formats,
+    say,
+    show,
+    show_json,
+    show_lines,
+    show_list,
+    show_rows,
+    walk_tree,
+)
 from agentrl.cli.follow import trained_on_query
 from agentrl.cli.options import MAX_INTEGER
 from agentrl.cli.replay_diff import diff as compared
@@ -41,10 +52,11 @@ EPISODE_MINOR_COLUMNS = (
     "question", "reference", "fate",
 )  # fmt: skip
 TASK_COLUMNS = (
-    "task_id=id", "task", "question", "reference", "solved", "mean_reward=mean reward", "last_reward=last reward",
-    "first_solved=first solved", "last_solved=last solved", "worst=worst episode",
+    "task_id=id", "task", "question", "reference", "right=episodes right", "solved=groups solved",
+    "mean_reward=mean reward", "last_reward=last reward", "first_solved=first solved", "last_solved=last solved",
+    "worst=worst episode",
 )  # fmt: skip
-TASK_MINOR_COLUMNS = ("first_solved", "last_solved", "question", "last_reward", "reference", "worst")
+TASK_MINOR_COLUMNS = ("solved", "first_solved", "last_solved", "question", "last_reward", "reference", "worst")
 QUESTION_CHARS = 48
 ANSWER_CHARS = 18
 """The most characters of an answer in a list. `replay` shows the complete answer."""
@@ -76,24 +88,36 @@ def _check_sort(sort: str, columns: Mapping[str, str]) -> None:
 def runs(
     limit: Limit = 50,
     sort: Annotated[str, _sort_option("-id")] = "-id",
+    kind: Annotated[str | None, _filter_option("Only this kind: train, eval, search, fork, serve, import.")] = None,
     tree: Annotated[bool, typer.Option("--tree", help="Indent each run under its parent run.")] = False,
+    as_csv: Csv = False,
     as_json: Json = False,
 ) -> None:
-    """List the newest runs. `best` is the highest mean reward on the held-out split; the version RUN@best reached it."""
+    """List the newest runs. `best` is the highest mean reward on the held-out split; the version RUN@best reached it.
+
+    The evaluations that a run planned itself are listed only with --kind eval.
+    """
     from agentrl.workflow.store.reads import label_rows, run_rows
     from agentrl.workflow.store.reads.paging import Paging
 
     _check_sort(sort, run_rows.RUN_ORDERS)
+    check_formats(as_csv, as_json)
+    if tree and (as_csv or kind):
+        raise ConfigError("--tree excludes --csv and --kind.", "Leave --tree out.")
     if tree and (whole := existing_database()):
         show_tree(whole, limit, as_json)
         return
     db = existing_reader()
-    rows = run_rows.list_runs(db, paging=Paging(limit, sort=sort)).rows if db else ()
-    if as_json:
-        show_json(rows)
+    rows = run_rows.list_runs(db, run_rows.RunFilter(kind=kind), Paging(limit, sort=sort)).rows if db else ()
+    if as_json or as_csv:
+        show_list(rows, as_csv)
     elif db and rows:
         tags = label_rows.load_tags(db, [row.id for row in rows])
         show_rows([_run_row(row, tags.get(row.id, ())) for row in rows], RUN_COLUMNS, RUN_MINOR_COLUMNS, below=("reason",))
+        if kind is None and (left_out := run_rows.count_planned_evals(db)):
+            say(f"Left out: {format_count(left_out, 'evaluation')} that runs planned. List them: agentrl runs --kind eval")
+    elif db and kind:
+        say(f"No run is of the kind {kind!r:.60}.")
     else:
         say(f"There is no run yet. {first_run_hint()}")
 
@@ -138,11 +162,13 @@ def episodes(
     sort: Annotated[str, _sort_option("id")] = "id",
     limit: Limit = 50,
     offset: Annotated[int, typer.Option(min=0, max=MAX_INTEGER, help="Skip this many.")] = 0,
+    as_csv: Csv = False,
     as_json: Json = False,
 ) -> None:
     """List a run's episodes."""
     from agentrl.workflow.store.reads import episode_rows, run_rows
 
+    check_formats(as_csv, as_json)
     _check_words(status, stop_reason)
     _check_sort(sort, episode_rows.EPISODE_ORDERS)
     db = stored_reader()
@@ -153,8 +179,8 @@ def episodes(
         texts_of=texts_of,
     )  # fmt: skip
     rows, more = _find_evidence(db, chosen, sort, limit, offset)
-    if as_json:
-        show_json(rows)
+    if as_json or as_csv:
+        show_list(rows, as_csv)
     elif rows:
         show_rows([_episode_row(row) for row in rows], EPISODE_COLUMNS, EPISODE_MINOR_COLUMNS, below=("error",))
         say(f"Transcript: agentrl replay {rows[0]['id']}")
@@ -195,45 +221,67 @@ def tasks(
     ] = None,
     sort: Annotated[str, _sort_option("their first group")] = "",
     limit: Limit = 50,
+    as_csv: Csv = False,
     as_json: Json = False,
 ) -> None:
-    """List the tasks of a run: in how many of its groups each was solved, in which iterations, and its rewards.
+    """List the tasks of a run: how many of its episodes were right, in how many groups each was solved, and its rewards.
 
     A group is the episodes of one task in one iteration. A task is solved in a group if one of its episodes is right. It is no
     longer solved if it was solved once, but not in its newest group.
     """
     from agentrl.workflow.store.reads import task_rows
 
+    check_formats(as_csv, as_json)
     if sort:
         _check_sort(sort, task_rows.TASK_ORDERS)
     db = stored_reader()
     run = pick_run(db, run)
     rows: list[Any] = []
     page = None
-    while (page is None or page.next) and len(rows) < limit:
+    while (page is None or page.next) and len(rows) <= limit:
         cursor = page.next if page else ""
         page = task_rows.list_tasks(db, run, search or "", sort, task_rows.MAX_TASKS, cursor, outcome or "")
         rows += page.rows
-    if as_json:
-        show_json(rows[:limit])
-    elif rows:
-        show_rows([_task_row(row) for row in rows[:limit]], TASK_COLUMNS, TASK_MINOR_COLUMNS)
-        solved, judged = rows[0]["solved_groups"], rows[0]["judged_groups"]
-        counts = f"`{solved} of {judged}`: the task has {format_count(judged, 'group')} with a reward. In {solved} of them,"
-        say(f"{counts} {page.solved_means if page else ''}. `first solved` and `last solved` are iterations.")
+    counts = task_rows.count_right_episodes(db, run, [row["task_id"] for row in rows[:limit]])
+    listed = [_add_counts(row, counts.get(row["task_id"], task_rows.SolvedCount())) for row in rows[:limit]]
+    if as_json or as_csv:
+        show_list(listed, as_csv)
+    elif listed:
+        show_rows([_task_row(row) for row in listed], TASK_COLUMNS, TASK_MINOR_COLUMNS)
+        solved, judged = listed[0]["solved_groups"], listed[0]["judged_groups"]
+        counted = f"Groups solved `{solved} of {judged}`: the task has {format_count(judged, 'group')} with a reward."
+        say(f"{counted} In {solved} of them, {page.solved_means if page else ''}.")
+        say("`first solved` and `last solved` are iterations.")
         say(f"The episodes of a task: agentrl episodes {run} --task KEY")
     else:
         say("No task matches these filters.")
-    if len(rows) > limit or (page and page.next):
+    if len(rows) > limit:
+        if sort and _sort_value(rows[limit - 1], sort) == _sort_value(rows[limit], sort):
+            say(f"Tasks that are not shown have the same `{sort.removeprefix('-')}` as the last one.")
         say(f"There are more: --limit {2 * limit}")
+
+
+def _add_counts(row: Any, count: Any) -> dict[str, Any]:
+    return {**row, "right_episodes": count.right, "episodes": count.episodes}
+
+
+_SORT_FIELDS = {"id": "task_id", "solved": "solved_groups", "reward": "mean_reward", "last": "last_reward"}
+"""The fields of a task's row by which tasks are sorted, if the order has another name than the field."""
+
+
+def _sort_value(row: Any, sort: str) -> Any:
+    """Return the value of a task by which the list is sorted."""
+    order = sort.removeprefix("-")
+    value = row[_SORT_FIELDS.get(order, order)]
+    return value["reward"] if isinstance(value, Mapping) else value
 
 
 def _task_row(row: Any) -> dict[str, Any]:
     worst = row["worst"] and f"{row['worst']['episode']} ({cell(row['worst']['reward'])})"
     first = row["first_solved"] or "never"
     short = {"question": one_line(row["question"], QUESTION_CHARS), "reference": one_line(row["reference"], ANSWER_CHARS)}
-    solved = f"{row['solved_groups']} of {row['judged_groups']}"
-    return {**row, **short, "solved": solved, "worst": worst, "first_solved": first}
+    solved, right = f"{row['solved_groups']} of {row['judged_groups']}", f"{row['right_episodes']} of {row['episodes']}"
+    return {**row, **short, "right": right, "solved": solved, "worst": worst, "first_solved": first}
 
 
 def _check_words(status: str | None, stop_reason: str | None) -> None:
@@ -315,17 +363,19 @@ def events(
     limit: Annotated[
         int | None, typer.Option(min=1, max=MAX_INTEGER, help="Show at most this many, the newest.", show_default=False)
     ] = None,
+    as_csv: Csv = False,
     as_json: Json = False,
 ) -> None:
     """List the events of a run, oldest first."""
     from agentrl.workflow.store.reads.event_rows import EventFilter, list_events
     from agentrl.workflow.store.reads.paging import iterate_rows
 
+    check_formats(as_csv, as_json)
     db = stored_reader()
     name = pick_run(db, run)
     rows = [*iterate_rows(list_events, db, EventFilter(name))][-limit if limit else 0 :]
-    if as_json:
-        show_json(rows)
+    if as_json or as_csv:
+        show_list(rows, as_csv)
     else:
         if not rows:
             say(f"{name} has no events.")

@@ -3,6 +3,7 @@ iteration.
 """
 
 from dataclasses import asdict
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -11,9 +12,11 @@ from agentrl.cli.console import Json, say, show, show_json, show_rows, show_wrap
 from agentrl.cli.options import MAX_INTEGER
 from agentrl.cli.resolve_targets import NewestRun, pick_run, stored_reader
 from agentrl.cli.run_view import OPEN_STATUSES
-from agentrl.workflow.runtime.shown_text import cell, one_line
+from agentrl.workflow.runtime.shown_text import cell, format_count, one_line
 
 QUESTION_CHARS = 60
+MAX_ERRORS = 5
+"""The most classes of errors that are listed, the most frequent first."""
 
 
 def changes(
@@ -49,6 +52,9 @@ def _show_run(db: Any, run: str, as_json: bool) -> None:
     show_wrapped(verdict.sentence)
     for trouble in verdict.troubles:
         show_wrapped(f"{'note' if trouble.is_note else 'problem'}: {trouble.text}", trouble.command)
+    for row in verdict.errors[:MAX_ERRORS]:
+        text = f"errors: {_error_name(row)} {format_count(row['errors'], 'time')} in {format_count(row['episodes'], 'episode')}"
+        show_wrapped(text, f"agentrl episodes {run} --error {quote(one_line(row['error_class']))}")
     if verdict.health:
         facts = "; ".join(fact.text for fact in verdict.health.facts)
         show_wrapped(f"newest iteration, {verdict.health.iteration}: {facts}")
@@ -56,13 +62,13 @@ def _show_run(db: Any, run: str, as_json: bool) -> None:
         if change is not None:
             text, cause = describe_reward_change(change)
             show(f"largest {name} of the mean reward: {text}")
-            show_wrapped(f"  {cause}", f"agentrl changes {verdict.run} --iteration {change['iteration']}")
+            show_wrapped(f"  {cause}", f"agentrl changes {run} --iteration {change['iteration']}")
         else:
             show(f"largest {name} of the mean reward: none")
     if verdict.status not in OPEN_STATUSES:
-        say(f"Where the seconds went: agentrl watch {verdict.run}")
+        say(f"Where the seconds went: agentrl watch {run}")
     if verdict.health:
-        say(f"What changed in the newest iteration: agentrl changes {verdict.run} --iteration {verdict.health.iteration}")
+        say(f"What changed in the newest iteration: agentrl changes {run} --iteration {verdict.health.iteration}")
 
 
 def _show_iteration(db: Any, run: str, number: int, as_json: bool) -> None:
@@ -71,7 +77,7 @@ def _show_iteration(db: Any, run: str, number: int, as_json: bool) -> None:
     from agentrl.workflow.store.reads.iteration_rows import load_iteration
 
     details, changed = load_iteration(db, run, number), load_iteration_changes(db, run, number)
-    _, troubles = judge_iteration(details, run)
+    troubles = judge_iteration(details, run)
     if as_json:
         fields = ("before", "numbers", "parts", "errors", "tasks", "again", "examples")
         lines = [{"text": trouble.text, "command": trouble.command} for trouble in troubles]

@@ -27,8 +27,8 @@ from agentrl.workers.requests.eval_comparison import (
     right_by_names,
 )
 from agentrl.workflow.config import RunConfig, build
-from agentrl.workflow.errors import AgentRLError, ConfigError, NotFoundError
-from agentrl.workflow.runtime.shown_text import cell, one_line
+from agentrl.workflow.errors import ConfigError, NotFoundError
+from agentrl.workflow.runtime.shown_text import cell, format_count, one_line
 
 if TYPE_CHECKING:
     from agentrl.workflow.stats.paired_test import PairedComparison
@@ -55,6 +55,14 @@ class EvaluationPair:
     def rewards(self) -> int:
         """The similarity of the rewards: SAME_REWARDS, OTHER_CODE or OTHER_REWARDS."""
         return compare_rewards(self.one, self.other)
+
+
+class Unmeasured(NotFoundError):
+    """A policy that has no finished evaluation."""
+
+
+class NoSharedSplit(ConfigError):
+    """Two policies that have no two evaluations on the same split of a dataset."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +100,9 @@ def compare(
     means = sides.means
     if means[0].keys() != means[1].keys():
         shared = len(means[0].keys() & means[1].keys())
+        count = format_count(len(means[0]), "task")
         raise ConfigError(
-            f"{one['run']} has {len(means[0])} tasks, {other['run']} has {len(means[1])}, and they share {shared}.",
+            f"{one['run']} has {count}, {other['run']} has {len(means[1])}, and they share {shared}.",
             f"Measure one again: agentrl eval --policy {second} --dataset {one['dataset']} --split {one['split']} "
             f"-n {len(means[0])}",
         )
@@ -131,7 +140,7 @@ def _compare_runs(first: str, second: str, as_json: bool) -> None:
         show_rows(tasks, ("task", "question", *columns, *episodes), ("question",))
         pair = f"{differences.tasks[0]['one_episode']} --diff {differences.tasks[0]['other_episode']}"
         say(f"The first difference of the first pair: agentrl replay {pair}")
-    say(f"{len(differences.tasks)} of {differences.shared} tasks that both sampled have different rewards.")
+    say(f"{len(differences.tasks)} of {format_count(differences.shared, 'task')} that both sampled have different rewards.")
     say(_policies_hint(*(row["run"] for row in differences.runs)))
 
 
@@ -149,7 +158,7 @@ def _policies_hint(first: str, second: str) -> str:
     compare_command = f"agentrl compare {first} {second}"
     try:
         find_pair(first, second, None, None)
-    except AgentRLError as error:
+    except (Unmeasured, NoSharedSplit) as error:
         return f"To compare their policies on the same tasks, first: {error.hint}; then: {compare_command}"
     return f"Compare their policies on the same tasks: {compare_command}"
 
@@ -192,7 +201,7 @@ def _document(pair: EvaluationPair, rewards: "PairedComparison", rights: "Paired
 
 
 def _show_comparison(comparison: Mapping[str, Any]) -> None:
-    show(f"{comparison['tasks']} tasks of {comparison['dataset']} ({comparison['split']})")
+    show(f"{format_count(comparison['tasks'], 'task')} of {comparison['dataset']} ({comparison['split']})")
     for side in ("a", "b"):
         row = comparison[side]
         measures = f"mean {cell(row['mean'])}  accuracy {cell(row['accuracy'])}  n {row['episodes']}  errors {row['errors']}"
@@ -205,7 +214,7 @@ def _show_comparison(comparison: Mapping[str, Any]) -> None:
         show(f"  B - A of accuracy  {_format_difference(rights)}")
         show(f"  B right more often on {rights['won']}, less on {rights['lost']}, as often on {rights['tied']}")
     if comparison["left_out"]:
-        show(f"  {comparison['left_out']} tasks left out: one side has no done episode")
+        show(f"  {format_count(comparison['left_out'], 'task')} left out: one side has no done episode")
 
 
 def _format_difference(measures: Mapping[str, Any]) -> str:
@@ -216,8 +225,8 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
     """Return the pair of evaluations that is most alike.
 
     Pairs with equal tasks come first, then pairs with similar rewards, then pairs with equal sampling options. If several pairs
-    remain, evaluations of the policies' own runs are preferred, then newer evaluations. Raise NotFoundError if a name has no
-    evaluation. Raise ConfigError if the two names have no evaluation on the same split of the same dataset, or both name the
+    remain, evaluations of the policies' own runs are preferred, then newer evaluations. Raise Unmeasured if a name has no
+    evaluation. Raise NoSharedSplit if the two names have no evaluation on the same split of the same dataset, or both name the
     same evaluation.
 
     Args:
@@ -237,7 +246,7 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
         if not mine:
             where = "".join(f" --{key} {value}" for key, value in conditions.items())
             there = _same_tasks_options(others[0].row, len(tasks(others[0].row["id"]))) if others else where
-            raise NotFoundError(f"{name!r} has no finished evaluation{where}.", f"agentrl eval --policy {name}{there}")
+            raise Unmeasured(f"{name!r} has no finished evaluation{where}.", f"agentrl eval --policy {name}{there}")
     pairs = _pairs_on_one_split(first, second, sides, tasks)
     sampling = {candidate.row["id"]: stored_sampling_values(candidate.row["config"]) for side in sides for candidate in side}
 
@@ -270,7 +279,7 @@ def _pairs_on_one_split(
     one, other = sides[0][0].row, sides[1][0].row
     if not pairs:
         again = _same_tasks_options(one, len(tasks(one["id"])))
-        raise ConfigError(
+        raise NoSharedSplit(
             f"Cannot compare: {first!r} was measured on {_split_name(one)}, and {second!r} on {_split_name(other)}.",
             f"Evaluate {second!r} on {_split_name(one)} too: agentrl eval --policy {second}{again}",
         )
@@ -278,7 +287,7 @@ def _pairs_on_one_split(
     if not different:
         row = pairs[0][0].row
         again = _same_tasks_options(row, len(tasks(row["id"])))
-        raise ConfigError(
+        raise NoSharedSplit(
             f"{first!r} and {second!r} share their only evaluation, {row['run']}: there is nothing to compare.",
             f"Both are the same weights. To measure the noise, evaluate them once more: agentrl eval --policy {second}{again}",
         )

@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.runtime.shown_text import Line, cell, clean, one_line, plain
 
 T = TypeVar("T")
@@ -25,6 +26,7 @@ MAX_TEXT_WIDTH = 140
 MAX_BRANCH_CHARS = 60
 """The most characters of the lines that connect a node of a tree. Of a deeper node, only the last ones are drawn."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Csv = Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")]
 
 
 def say(text: str) -> None:
@@ -50,10 +52,29 @@ def show_json(value: Any) -> None:
 
 
 def show_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a header and the rows as comma-separated values on stdout."""
+    """Print a header and the rows as comma-separated values on stdout. Lists and objects are written as JSON."""
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(map(clean, columns))
-    writer.writerows([clean(item) if isinstance(item, str) else item for item in map(plain, row)] for row in rows)
+    writer.writerows([_csv_value(plain(item)) for item in row] for row in rows)
+
+
+def _csv_value(item: Any) -> Any:
+    text = json.dumps(item, ensure_ascii=False) if isinstance(item, dict | list) else item
+    return clean(text) if isinstance(text, str) else text
+
+
+def check_formats(as_csv: bool, as_json: bool) -> None:
+    """Raise ConfigError if two formats were chosen."""
+    if as_csv and as_json:
+        raise ConfigError("--csv and --json exclude each other.", "Choose one.")
+
+
+def show_list(rows: Sequence[Mapping[str, Any]], as_csv: bool) -> None:
+    """Print all columns of a list on stdout: as comma-separated values, or as one JSON document. Rows have the same columns."""
+    if as_csv:
+        show_csv(list(rows[0]) if rows else (), [list(row.values()) for row in rows])
+    else:
+        show_json(rows)
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

@@ -9,7 +9,7 @@ from agentrl.workflow.chat.parsing import THINK
 from agentrl.workflow.envs import Env, with_system_prompt
 from agentrl.workflow.errors import StateError
 from agentrl.workflow.inference.open_policy import OpenPolicy
-from agentrl.workflow.runtime.shown_text import Line
+from agentrl.workflow.runtime.shown_text import Line, format_count
 from agentrl.workflow.tools import Tool
 from agentrl.workflow.tools.python import Notebook
 from agentrl.workflow.training.demonstrations import Demonstration
@@ -99,7 +99,7 @@ class Talk:
             self._unheard = new = tuple(observe(episode, self.env, self.policy.limits))
             if not new:
                 return
-        yield f"(stopped after {self.policy.limits.max_steps} turns)", "yellow"
+        yield f"(stopped after {format_count(self.policy.limits.max_steps, 'turn')})", "yellow"
 
     def demonstration(self) -> Demonstration:
         """Return the conversation as a demonstration for `sft`. Raise StateError if there is no answer, or an answer was cut

@@ -12,7 +12,7 @@ from agentrl.cli.console import Json, say, show, show_json
 from agentrl.cli.options import RowsFilter, RowsMap
 from agentrl.cli.plot import histogram
 from agentrl.workflow.errors import ConfigError, DatasetError
-from agentrl.workflow.runtime.shown_text import one_line
+from agentrl.workflow.runtime.shown_text import format_count, one_line
 
 if TYPE_CHECKING:
     from agentrl.workflow.analysis.prompt_reader import PromptReader
@@ -56,7 +56,7 @@ def show_rows(
         show_json(rows)
         return
     for task in rows:
-        tokens = f", {task['tokens']} tokens" if "tokens" in task else ""
+        tokens = f", {format_count(task['tokens'], 'token')}" if "tokens" in task else ""
         show(f"=== {task['task']}{tokens}")
         show(
             task["prompt"]
@@ -117,12 +117,11 @@ def check(
     else:
         for line in _check_lines(report):
             show(line)
+    tasks, rewards = f"{format_count(len(loaded.tasks), 'task')} of {dataset!r}", ", ".join(names)
     if report["problems"]:
-        message = (
-            f"{len(report['problems'])} of {len(loaded.tasks)} tasks of {dataset!r} cannot be scored by {', '.join(names)}."
-        )
+        message = f"{len(report['problems'])} of {tasks} cannot be scored by {rewards}."
         raise DatasetError(message, "Correct these rows, or name another --reward.")
-    say(f"{len(loaded.tasks)} tasks of {dataset!r} can be scored by {', '.join(names)}.")
+    say(f"{tasks} can be scored by {rewards}.")
 
 
 @data.command("split")
@@ -144,7 +143,7 @@ def split_rows(
     if as_json:
         show_json({"out": str(out), **counts})
     else:
-        show(f"{out}: {counts['train']} rows in train.jsonl, {counts['test']} in test.jsonl")
+        show(f"{out}: {format_count(counts['train'], 'row')} in train.jsonl, {counts['test']} in test.jsonl")
     say(f"Train on it: agentrl submit --dataset {out} -s eval.every=10")
 
 
@@ -285,24 +284,25 @@ def _sample(config: "RunConfig", model: str, samples: int, n: int, reward: Seque
 
 def _check_lines(report: dict[str, Any]) -> Iterator[str]:
     yield from report["problems"]
-    for key, what in (("repeated", "questions are asked again"), ("shared", f"questions are in {report['against']} too")):
+    for key, what in (("repeated", "asked again"), ("shared", f"also in {report['against']}")):
         if report[key]:
-            yield f"{len(report[key])} {what}:"
+            yield f"{format_count(len(report[key]), 'question')} {what}:"
             yield from (f"  {line}" for line in report[key][:MAX_LISTED])
     if report["identical"]:
-        yield f"{report['identical']} rows repeat an earlier row, and are left out"
+        yield f"{format_count(report['identical'], 'row')} equal to an earlier row, left out"
     if report["contradictory"]:
         yield f"{report['contradictory']} of the repeated questions have different references"
     if report["without_reference"]:
-        yield f"{report['without_reference']} tasks have no reference"
+        yield f"{format_count(report['without_reference'], 'task')} without a reference"
     if "prompt_tokens" in report:
         yield f"prompt tokens; at most {report['room']} leave room for an answer, and {report['too_long']} tasks exceed that:"
         yield from (f"  {line}" for line in histogram(report["prompt_tokens"]))
     if report.get("sampled"):
-        yield f"{report['run']}: {report['sampled']} tasks sampled, {report['solved']:.0%} solved on average"
-        yield f"  {report['always']} tasks are always solved, {report['never']} never"
+        yield f"{report['run']}: {format_count(report['sampled'], 'task')} sampled, {report['solved']:.0%} solved on average"
+        yield f"  {format_count(report['always'], 'task')} always solved, {report['never']} never"
         learnable = report["groups"] - report["equal"]
-        yield f"  {learnable} of {report['groups']} groups have unequal rewards, so that GRPO can learn from them"
+        groups = format_count(report["groups"], "group")
+        yield f"  {learnable} of {groups} have unequal rewards, so that GRPO can learn from them"
 
 
 def _divided_rows(config: "DatasetConfig", share: float, seed: int) -> Iterator[tuple[dict[str, Any], bool]]:

@@ -16,6 +16,7 @@ from agentrl.cli.console import Json, show_json, show_lines
 from agentrl.cli.probe_process import probe_facts
 from agentrl.workflow.errors import AgentRLError
 from agentrl.workflow.installation import install_command
+from agentrl.workflow.runtime.shown_text import format_count
 
 PACKAGES = ("transformers", "peft", "bitsandbytes", "celery", "redis", "sqlalchemy", "alembic", "psycopg", "typer", "rich")
 STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -304,7 +305,7 @@ def _gsm8k(where: Any) -> Check:
         counts = {split: sum(1 for _ in gsm8k.load(split)) for split in gsm8k.SPLITS}
     except AgentRLError as error:
         return Check("gsm8k", "warn", error.message, "Correct AGENTRL_GSM8K_DIR.")
-    tasks = ", ".join(f"{count} tasks in {split}" for split, count in counts.items())
+    tasks = ", ".join(f"{format_count(count, 'task')} in {split}" for split, count in counts.items())
     return Check("gsm8k", "ok", f"{where.gsm8k_dir}: {tasks}")
 
 

@@ -27,6 +27,7 @@ from agentrl.cli.offline_options import (
 )
 from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.runtime.gc_pause import pause_gc
+from agentrl.workflow.runtime.shown_text import format_count
 
 
 def dpo(
@@ -90,12 +91,12 @@ def _train_on_pairs(
     groups = len({one.group for one in stored.candidates})
     if not pairs:
         raise StateError(
-            f"No preference pairs: rewards are equal within all {groups} groups.",
+            f"No preference pairs: rewards are equal within {'the only group' if groups == 1 else f'all {groups} groups'}.",
             f"Pass another --reward-set, or more groups. List the episodes: agentrl episodes {stored.name}",
         )
     paired = len({better.group for better, _ in pairs})
     others = "; the other groups have equal rewards" if paired < groups else ""
-    say(f"{stored.name}: {len(pairs)} pairs from {paired} of {groups} groups{others}")
+    say(f"{stored.name}: {format_count(len(pairs), 'pair')} from {paired} of {format_count(groups, 'group')}{others}")
 
     with pause_gc():
         from agentrl.workflow.training.preference import PASSES, dpo
@@ -105,5 +106,5 @@ def _train_on_pairs(
     episodes = list(zip(*sides, strict=True))
     learn = partial(dpo, episodes, start=stored.start, target=target, **options, recipe=recipe, **place.writing_options)
     trained_model = train_with_progress(target, learn, devices)
-    show_made(trained_model, f"{trained_model.examples} pairs", {"groups": paired, "of": groups, **options}, as_json)
+    show_made(trained_model, format_count(trained_model.examples, "pair"), {"groups": paired, "of": groups, **options}, as_json)
     say_next_steps(stored, target)

@@ -73,7 +73,10 @@ def eval_run_of(
 
 
 def _describe_scoring(measured: "Experiment") -> str:
-    """Return the env and the rewards as text: `env math (prompt 3f9a61c2), rewards numeric_answer x 1`."""
+    """Return the env and the rewards as text: `env math (prompt 3f9a61c2), rewards numeric_answer x 1`. With an agent, the
+    prompt is left out, because agents do not use it.
+    """
     prompt = measured.env.system_prompt
-    prompt_text = f"prompt {sha256(prompt.encode()).hexdigest()[:8]}" if prompt else "no prompt"
-    return f"env {measured.config.env} ({prompt_text}), rewards {', '.join(describe_rewards(measured.weights)) or 'none'}"
+    prompt_text = f" (prompt {sha256(prompt.encode()).hexdigest()[:8]})" if prompt else " (no prompt)"
+    prompt_text = prompt_text if measured.config.agent is None else ""
+    return f"env {measured.config.env}{prompt_text}, rewards {', '.join(describe_rewards(measured.weights)) or 'none'}"

@@ -24,7 +24,7 @@ from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.resolve import parse_weights
 from agentrl.workflow.runtime.gc_pause import pause_gc
-from agentrl.workflow.runtime.shown_text import cell, one_line
+from agentrl.workflow.runtime.shown_text import cell, format_count, one_line
 
 if TYPE_CHECKING:
     from agentrl.cli.conversation import Talk
@@ -115,7 +115,8 @@ def evaluate(
     for remark in prepared.remarks:
         say(remark)
     if n is not None and len(prepared.submission.tasks) < n:
-        say(f"{config.dataset.name} ({config.dataset.split}) has {len(prepared.submission.tasks)} tasks, fewer than -n {n}.")
+        tasks = format_count(len(prepared.submission.tasks), "task")
+        say(f"{config.dataset.name} ({config.dataset.split}) has {tasks}, fewer than -n {n}.")
     run = run_to_end(prepared, group_size)
     result = eval_results.find_result(database(), run.name)
     _show_score(run.name, policy, result, as_json)

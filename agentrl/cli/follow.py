@@ -18,7 +18,7 @@ from agentrl.cli.console import (
 from agentrl.cli.plot import plot
 from agentrl.cli.run_view import OPEN_STATUSES, Row, RunView, held_out_line, iteration_seconds
 from agentrl.cli.screen import live_lines
-from agentrl.workflow.runtime.shown_text import Line, cell
+from agentrl.workflow.runtime.shown_text import Line, cell, format_count
 
 if TYPE_CHECKING:
     from agentrl.workflow.store.reads.search_tree import SearchTree
@@ -202,7 +202,7 @@ def progress_line(view: RunView) -> str:
     """Return one line about the open iterations."""
     now = view.progress
     which = cell(now["iteration"]) + (f"-{now['through']}" if now["through"] > now["iteration"] else "")
-    counted = f"{now['finished']} of {now['episodes']} episodes ended, {now['sampled_tokens']:,} tokens sampled"
+    counted = f"{now['finished']} of {format_count(now['episodes'], 'episode')} ended, {now['sampled_tokens']:,} tokens sampled"
     return f"iteration {which}/{view.run['iterations']}  {counted}"
 
 
@@ -298,8 +298,10 @@ def trained_on_query(run: str) -> str:
 def _failure_lines(view: RunView) -> list[Line]:
     from agentrl.workflow.analysis.run_health import list_failures
 
-    troubles = list_failures(view.failure, view.agent_error, view.run["run"])
-    return [line for one in troubles for line in ((f"  {one.text}", "red"), (f"    {one.command}", ""))]
+    troubles = list_failures(view.failure, view.agent_error, view.run["episodes_done"], view.run["run"])
+    return [
+        line for one in troubles for line in ((f"  {one.text}", "yellow" if one.is_note else "red"), (f"    {one.command}", ""))
+    ]
 
 
 def _describe_rewards(rewards: Sequence[float]) -> str:

@@ -2,7 +2,6 @@
 that used an episode.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ from agentrl.cli.console import Json, say, show, show_json, show_lines, show_row
 from agentrl.cli.options import RunName
 from agentrl.cli.resolve_targets import GivenEpisode, LastEpisode, pick_episode, stored_database, stored_reader
 from agentrl.workflow.analysis.outcome_text import fate_sentence
-from agentrl.workflow.runtime.shown_text import Line, cell, one_line
+from agentrl.workflow.runtime.shown_text import Line, cell, format_count, one_line
 
 
 def fork(
@@ -66,9 +65,8 @@ def rescore(
     if as_json:
         show_json(result)
         return
-    show(
-        f"{result['run']}: reward set {result['reward_set']}, {result['episodes']} episodes scored, {result['changed']} changed"
-    )
+    scored = format_count(result["episodes"], "episode")
+    show(f"{result['run']}: reward set {result['reward_set']}, {scored} scored, {result['changed']} changed")
     show(f"  mean {cell(result['mean_before'])} -> {cell(result['mean'])}")
     for part in result["parts"]:
         show(f"  {part['part']}: mean {cell(part['mean'])} x {cell(part['weight'])}")
@@ -117,7 +115,10 @@ def _fate_lines(fate: Any) -> Iterator[Line]:
     if fate["status"] == "done" and fate["error"]:
         yield f"  its agent failed: {one_line(fate['error'], 1000)}", "red"
     if fate["attempt"]:
-        yield f"  restarted {fate['attempt']} times: steps of earlier attempts are kept and marked superseded", "yellow"
+        yield (
+            f"  restarted {format_count(fate['attempt'], 'time')}: steps of earlier attempts are kept and marked superseded",
+            "yellow",
+        )
     if fate["parent_id"] is not None:
         yield f"  forked from episode {fate['parent_id']} at step {fate['fork_step']}", ""
     for step in fate["untrained"]:
@@ -138,9 +139,10 @@ def _credit_lines(fate: Any) -> Iterator[Line]:
     if explanation["value"] is not None:
         by = explanation["algorithm"] or "unknown"
         by += "" if explanation["run"] == fate["run"] else f" in {explanation['run']}"
-        formula, *numbers = re.split(r": (?=[-(\d])", explanation["how"], maxsplit=1)
-        for text in (f"  advantage  by {by}: {formula}", *(f"             {text}" for text in numbers)):
-            yield text, "yellow" if explanation["agrees"] is False else ""
+        style = "yellow" if explanation["agrees"] is False else ""
+        yield f"  advantage  by {by}: {explanation['formula']}", style
+        if explanation["calculation"]:
+            yield f"             {explanation['calculation']}", style
     own = next((_reward_text(member) for member in fate["group_rewards"] if member["id"] == fate["id"]), "-")
     others = [_reward_text(member) for member in fate["group_rewards"] if member["id"] != fate["id"]]
     chosen = "" if fate["reward_set"] == "default" else f" (reward set {fate['reward_set']})"

@@ -7,7 +7,7 @@ from typing import Any
 from agentrl.cli.console import show_json, show_lines, show_table
 from agentrl.cli.resolve_targets import existing_database
 from agentrl.workflow.config import AgentConfig, ModelConfig
-from agentrl.workflow.runtime.shown_text import cell
+from agentrl.workflow.runtime.shown_text import cell, format_count
 
 
 def _describe_origin(origin: dict[str, Any]) -> str:
@@ -19,9 +19,9 @@ def _describe_evaluations(submission: Any, every: int | None) -> dict[str, str]:
     if evaluation is None or every is None:
         return {}
     times, episodes = 1 + math.ceil(submission.iterations / every), len(evaluation.tasks) * evaluation.group_size
-    tasks = f"{len(evaluation.tasks)} tasks of {evaluation.dataset} ({evaluation.config['dataset']['split']})"
-    cost = f"{times} x {episodes} = {times * episodes} episodes"
-    return {"held_out": f"every {every} versions: {tasks} x {evaluation.group_size}; {cost}"}
+    tasks = f"{format_count(len(evaluation.tasks), 'task')} of {evaluation.dataset} ({evaluation.config['dataset']['split']})"
+    cost = f"{times} x {episodes} = {format_count(times * episodes, 'episode')}"
+    return {"held_out": f"every {'version' if every == 1 else f'{every} versions'}: {tasks} x {evaluation.group_size}; {cost}"}
 
 
 def _describe_roles(submission: Any) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.cli.console import show_json, show_lines
 from agentrl.cli.resolve_targets import stored_database
 from agentrl.cli.verify import MAX_QUOTED, full_number, line_style, parting_lines, quote
+from agentrl.workflow.call_json import json_key
 from agentrl.workflow.runtime.shown_text import Line, cell, one_line, plain
 from agentrl.workflow.trajectory import Episode
 
@@ -104,9 +105,10 @@ def _differing_parts(call: "ArgumentsDifference") -> Iterator[tuple[str, Texts]]
     if one.tool != other.tool:
         yield ", tool", (one.tool, other.tool)
     for name in dict.fromkeys((*one.arguments, *other.arguments)):
-        texts = (_argument_text(one, name), _argument_text(other, name))
-        if texts[0] != texts[1]:
-            yield f", {one_line(name)}", texts
+        keys = [json_key(call.arguments[name]) if name in call.arguments else None for call in (one, other)]
+        if keys[0] != keys[1]:
+            texts = (_argument_text(one, name), _argument_text(other, name))
+            yield f", {one_line(name)}", texts if texts[0] != texts[1] else (keys[0], keys[1])  # 1 and "1" have equal texts
 
 
 def _call_text(call: "WrittenCall | None") -> str | None:

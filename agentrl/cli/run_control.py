@@ -15,6 +15,7 @@ from agentrl.cli.resolve_targets import stored_database
 from agentrl.cli.run_view import iteration_numbers
 from agentrl.workflow.config import MAX_INT
 from agentrl.workflow.errors import ConfigError, ServiceError, StateError, WorkerError
+from agentrl.workflow.runtime.shown_text import format_count
 
 
 def _more_option(what: str) -> Any:
@@ -122,16 +123,17 @@ def _show_run(run: str, status: str, before: str, as_json: bool, length: int | N
     still = "" if longer else " already"
     show(f"{row['run']}: {status}" + (still if before == status else f" (was {before})"))
     if longer:
-        show(f"  longer: {length} -> {row['iterations']} iterations")
+        show(f"  longer: {length} -> {format_count(row['iterations'], 'iteration')}")
     show(f"  kept:   {committed}")
     show(f"  redone: {redone}")
 
 
 def _describe_kept(row: Any, now: Any) -> str:
-    done = f"{row['iterations_done']} of {row['iterations']} iterations, policy version {row['policy_version']}, "
+    planned = format_count(row["iterations"], "iteration")
+    done = f"{row['iterations_done']} of {planned}, policy version {row['policy_version']}, "
     which = "open iteration" if not now or now["iteration"] == now["through"] else f"open {iteration_numbers(now)}"
-    over = f"; {now['finished']} of {now['episodes']} episodes of the {which} have ended" if now else ""
-    return f"{done}{row['episodes_done']} episodes done{over}"
+    over = f"; {now['finished']} of {format_count(now['episodes'], 'episode')} of the {which} ended" if now else ""
+    return f"{done}{format_count(row['episodes_done'], 'episode')} done{over}"
 
 
 def _describe_redone(status: str, now: Any) -> str:
@@ -143,8 +145,8 @@ def _describe_redone(status: str, now: Any) -> str:
             f"no episode; {iteration_numbers(now)} train{'s' * (now['iteration'] == now['through'])} with those that are done"
         )
     if not now["running"]:
-        return f"nothing; {left} episodes of {iteration_numbers(now)} are still to be sampled"
+        return f"nothing; {format_count(left, 'episode')} of {iteration_numbers(now)} still to be sampled"
     return (
-        f"{left} episodes of {iteration_numbers(now)} are not over; {now['running']} of them "
+        f"{format_count(left, 'episode')} of {iteration_numbers(now)} not over; {now['running']} of them "
         "continue from their last committed step. Only unfinished turns and uncommitted updates are repeated."
     )

@@ -308,12 +308,13 @@ def _train_on_episodes(
     chosen = best_episodes.select_best(stored.candidates, min_reward, best)
     if not chosen:
         top = cell(max((one.reward for one in stored.candidates), default=None))
+        candidates = format_count(len(stored.candidates), "episode")
         raise StateError(
-            f"None of {len(stored.candidates)} episodes has a reward of at least {cell(min_reward)}; the highest is {top}.",
+            f"None of {candidates} has a reward of at least {cell(min_reward)}; the highest is {top}.",
             f"Lower --min-reward, or list the episodes: agentrl episodes {stored.name}",
         )
     mean = sum(one.reward for one in chosen) / len(chosen)
-    say(f"{stored.name}: {len(chosen)} of {len(stored.candidates)} episodes taken, mean reward {cell(mean)}")
+    say(f"{stored.name}: {len(chosen)} of {format_count(len(stored.candidates), 'episode')} taken, mean reward {cell(mean)}")
 
     with pause_gc():
         from agentrl.workflow.training.supervised import PASSES, sft_on_episodes

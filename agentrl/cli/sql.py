@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from agentrl.cli.console import Json, say, show, show_csv, show_json, show_table
+from agentrl.cli.console import Csv, Json, check_formats, say, show, show_csv, show_json, show_table
 from agentrl.cli.resolve_targets import stored_database
 
 MAX_ROWS = 10_000
@@ -20,7 +20,7 @@ def sql(
     schema: Annotated[
         bool, typer.Option("--schema", help="Describe the views, or one: agentrl sql --schema v_episodes.")
     ] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
+    as_csv: Csv = False,
     as_json: Json = False,
 ) -> None:
     """Query the database: read-only, at most 5 s and 10,000 rows.
@@ -35,8 +35,7 @@ def sql(
     from agentrl.workflow.settings import settings
     from agentrl.workflow.store.reads import user_sql as store
 
-    if as_csv and as_json:
-        raise ConfigError("--csv and --json exclude each other.", "Choose one.")
+    check_formats(as_csv, as_json)
     if query is None and not schema:
         raise ConfigError("No SELECT was given.", 'For example: agentrl sql "SELECT * FROM v_runs"; agentrl sql --schema')
     file = store.sqlite_file(settings())

@@ -2,15 +2,32 @@
 
 import os
 from contextlib import closing
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from agentrl.cli.console import Json, say, show, show_json, show_table
 from agentrl.cli.options import Assignments, ConfigFile
+from agentrl.workflow.errors import ConfigError
 
 db = typer.Typer(help="The revision of the database.", no_args_is_help=True, rich_markup_mode=None)
-config = typer.Typer(help="The config of a run.", no_args_is_help=True, rich_markup_mode=None)
+
+
+class ConfigCommands(TyperGroup):
+    """The subcommands of `agentrl config`. Users who type a run's name instead are told the right command."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the subcommand that the words name. Raise ConfigError if there is no such subcommand."""
+        if not ctx.resilient_parsing and args[0] not in self.commands:
+            word = args[0][:100]
+            hint = f"Show the config of a run: agentrl config show --run {quote(word)}"
+            raise ConfigError(f"`agentrl config` has no subcommand {word!r}.", hint)
+        return super().resolve_command(ctx, args)
+
+
+config = typer.Typer(help="The config of a run.", cls=ConfigCommands, no_args_is_help=True, rich_markup_mode=None)
 
 
 def up(
@@ -82,7 +99,6 @@ def worker(
     another address than 127.0.0.1 only in a network that you trust.
     """
     from agentrl.workers.stack import broker, worker
-    from agentrl.workflow.errors import ConfigError
     from agentrl.workflow.settings import settings
 
     roles = [word.strip() for word in role.split(",") if word.strip()]
@@ -173,7 +189,6 @@ def _config_values(
     """Return the values by key, the source of each value by key, and the keys whose value the algorithm chose."""
     from agentrl.workflow import trainers
     from agentrl.workflow.algorithms import resolve_run
-    from agentrl.workflow.errors import ConfigError
     from agentrl.workflow.resolve import resolve
 
     if run is None:

@@ -192,7 +192,7 @@ def _report_lines(origin: "Origin", what: str, reports: Mapping[str, Any], verdi
     )
     if episode.inherited:
         parent = f"the parent {episode.parent_id}: agentrl replay {episode.parent_id} --verify {what}"
-        yield f"{episode.inherited} steps are taken from {parent}", ""
+        yield f"{format_count(episode.inherited, 'step')} taken from {parent}", ""
     if TOOLS in reports:
         yield from _tool_lines(reports[TOOLS])
     if TOKENS in reports:
@@ -222,7 +222,7 @@ def _tool_lines(report: "ToolsReport") -> Iterator[Line]:
         yield f"    recorded: {_result_text(first.recorded)}", ""
         yield f"    now:      {_result_text(first.found)}", ""
     yield (
-        f"messages {report.prompts} prompts rebuilt from the results, {report.misread} differ",
+        f"messages {format_count(report.prompts, 'prompt')} rebuilt from the results, {report.misread} differ",
         line_style(not report.misread),
     )
     if (reading := report.reading) is not None:
@@ -256,7 +256,10 @@ def _token_lines(report: "TokensReport") -> Iterator[Line]:
     yield from _draw_lines(report)
     if (end := report.ending) is not None:
         outcome = "no token ends it" if end.found is None else f"token {end.found - 1} ends it"
-        yield f"endings  step {end.step}: recorded as {end.recorded!r} after {end.tokens} tokens, and {outcome}", "red"
+        yield (
+            f"endings  step {end.step}: recorded as {end.recorded!r} after {format_count(end.tokens, 'token')}, and {outcome}",
+            "red",
+        )
 
 
 def _score_lines(report: "TokensReport") -> Iterator[Line]:
@@ -272,12 +275,12 @@ def _score_lines(report: "TokensReport") -> Iterator[Line]:
         )
     for step in report.steps:
         difference = f"|difference| at most {step.max_difference:.2g}, mean {step.mean_difference:.2g}"
-        yield f"  step {step.step}, policy v{step.policy_version}: {step.tokens} tokens, {difference}", "dim"
+        yield f"  step {step.step}, policy v{step.policy_version}: {format_count(step.tokens, 'token')}, {difference}", "dim"
 
 
 def _draw_lines(report: "TokensReport") -> Iterator[Line]:
     same, ties, mismatches = (sum(getattr(step, name) for step in report.steps) for name in ("same", "ties", "mismatches"))
-    counts = f"{same} same, {ties} ties (within {report.draw_tolerance:g}), {mismatches} mismatches"
+    counts = f"{same} same, {format_count(ties, 'tie')} (within {report.draw_tolerance:g}), {mismatches} mismatches"
     limited = f" ({report.limited} within a grammar)" if report.limited else ""
     yield f"draws    {same + ties + mismatches} drawn again{limited}: {counts}", line_style(report.draw is None)
     if (missed := report.draw) is not None:
@@ -295,7 +298,7 @@ def _reward_lines(reports: "list[RewardsReport]", status: str) -> Iterator[Line]
             continue
         hooks = f"; from the record: {', '.join(report.hooks)} (hooks)" if report.hooks else ""
         code = "" if report.same_code else "; the code of the rewards has changed"
-        text = f"{report.parts} parts recomputed, {len(report.differences) or 'none'} differ{hooks}{code}"
+        text = f"{format_count(report.parts, 'part')} recomputed, {len(report.differences) or 'none'} differ{hooks}{code}"
         yield f"rewards  {report.reward_set}: {text}", line_style(report.same)
         for item in report.differences:
             at = "" if item.step is None else f" of step {item.step}"

@@ -11,7 +11,7 @@ import typer
 from agentrl.cli.console import Json, say, show_json, show_lines
 from agentrl.cli.options import MAX_INTEGER, RunName
 from agentrl.cli.resolve_targets import stored_database
-from agentrl.workflow.runtime.shown_text import Line
+from agentrl.workflow.runtime.shown_text import Line, format_count
 
 if TYPE_CHECKING:
     from agentrl.workers.requests.whatif_request import WhatIfRequest
@@ -181,8 +181,9 @@ def _whatif_sentences(request: "WhatIfRequest", findings: "Sequence[Finding]") -
     past, own = request.past, request.configs[0]
     credited = {episode for finding in findings for episode in finding.advantages}
     groups = sum(any(episode.id in credited for episode in group.episodes) for group in past.groups)
+    episodes = f"{format_count(len(credited), 'episode')} in {format_count(groups, 'group')}"
     yield (
-        f"* the run's own. {len(credited)} episodes in {groups} groups of iteration {past.iteration} of {past.run['name']}, "
+        f"* the run's own. {episodes} of iteration {past.iteration} of {past.run['name']}, "
         f"and policy version {past.policy.version}, from which its update started."
     )
     ratio = "to the sampler's logprobs" if own.source.given else "which is 1 before it"

@@ -151,3 +151,10 @@ def unreadable_call(why: str) -> ToolCall:
 def dump_json(value: object) -> str:
     """Return the value as JSON, in the form that models write. Raise ValueError if JSON cannot express the value (NaN)."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def json_key(value: object) -> str:
+    """Return a text that is equal for equal JSON values. The order of an object's keys has no influence. 1, 1.0 and true are
+    different values. NaN equals itself.
+    """
+    return json.dumps(value, sort_keys=True)

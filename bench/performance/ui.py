@@ -93,6 +93,7 @@ def paths_of(database: Database) -> dict[str, tuple[str, Mapping[str, Any]]]:
         "episodes": (f"runs/{run}/episodes", {}),
         "episodes beside": (f"runs/{run}/episodes/{middle}/beside", {"sort": "-reward"}),
         "errors": (f"runs/{run}/errors", {}),
+        "verdict": (f"runs/{run}/verdict", {}),
         "examples": (f"runs/{run}/examples", {}),
         "changes": (f"runs/{run}/iterations/{iterations // 2 or 1}/changes", {}),
         "tasks": (f"runs/{run}/tasks", {}),

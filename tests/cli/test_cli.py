@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from sqlalchemy import text as sql
 
 from agentrl.cli.console import show_json
 from agentrl.cli.doctor import Check, _gsm8k
+from agentrl.cli.eval_run import _describe_scoring
 from agentrl.cli.follow import is_somebody_working, load_view, summary
 from agentrl.cli.main import main
 from agentrl.cli.plot import buckets, plot, sparkline
@@ -30,7 +32,9 @@ from agentrl.cli.screen import live_lines
 from agentrl.workers.stack import broker, embedded, presence
 from agentrl.workers.stack.celery_app import QUEUES, make_app
 from agentrl.workers.stack.process import database as process_database
+from agentrl.workflow.config import build
 from agentrl.workflow.errors import ConfigError, did_you_mean
+from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import Hook
 from agentrl.workflow.models.devices import pick_device
 from agentrl.workflow.models.packed_weights import ROUNDING, why_not_packed
@@ -302,6 +306,7 @@ BAD = [
     (["submit", "--dataset", "arithmetic", "-s", "rollout.top_p=true", "--dry-run"], 2, "true or false"),
     (["chat", "--policy", "nobody@x"], 2, "RUN@3"),
     (["config", "show", "-s", "epoch=3"], 2, "epochs"),
+    (["config", "demo"], 2, "agentrl config show --run demo"),
     (["config", "show", "-s", "algorithm.name=nothing"], 2, "algorithm"),
     (["config", "show", "-s", "critic.clip=0.5"], 2, "it has no critic"),
     (["config", "show", "-s", "algorithm.dual_clip=1"], 2, "algorithm.dual_clip"),
@@ -319,6 +324,13 @@ def test_bad_input_is_sentence_next_step_and_code(
     assert hint in complaint
     assert len(complaint.splitlines()) <= 5
     assert not home.exists()
+
+
+def test_eval_names_prompt_only_if_it_is_used() -> None:
+    named = {"env": "math", "rewards": {"numeric_answer": 1.0}}
+    assert re.match(r"env math \(prompt \w{8}\), rewards numeric_answer x 1", _describe_scoring(Experiment(build(named))))
+    with_agent = build({**named, "agent.name": "external"})
+    assert _describe_scoring(Experiment(with_agent)).startswith("env math, rewards numeric_answer x 1")
 
 
 @pytest.mark.slow
@@ -575,8 +587,8 @@ def test_error_of_several_lines_is_printed_on_one(run: str, data: Database, caps
 def test_pause_and_cancel_are_repeatable_and_say_what_is_kept(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     first = agentrl(capsys, "pause", run)
     assert "was running" in first
-    assert "1 of 2 iterations, policy version 1, 4 episodes done; 0 of 4 episodes of the open iteration have ended" in first
-    assert "redone: nothing; 4 episodes of iteration 2 are still to be sampled" in first
+    assert "1 of 2 iterations, policy version 1, 4 episodes done; 0 of 4 episodes of the open iteration ended" in first
+    assert "redone: nothing; 4 episodes of iteration 2 still to be sampled" in first
     assert "already" in agentrl(capsys, "pause", run)
     assert "was paused" in agentrl(capsys, "cancel", run)
     assert "redone: nothing" in agentrl(capsys, "cancel", run)
@@ -811,7 +823,7 @@ def test_doctor_tries_gsm8k_before_reporting_it(tmp_path: Path, monkeypatch: pyt
         (folder / f"{split}.jsonl").write_text(rows)
     monkeypatch.setenv("AGENTRL_GSM8K_DIR", str(folder))
     settings.cache_clear()
-    assert _gsm8k(settings()) == Check("gsm8k", "ok", f"{folder}: 1 tasks in train, 1 tasks in test")
+    assert _gsm8k(settings()) == Check("gsm8k", "ok", f"{folder}: 1 task in train, 1 task in test")
     (folder / "test.jsonl").write_text("no JSON")
     assert (_gsm8k(settings()).state, _gsm8k(settings()).todo) == ("warn", "Correct AGENTRL_GSM8K_DIR.")
     monkeypatch.delenv("AGENTRL_GSM8K_DIR")

@@ -61,10 +61,10 @@ def test_data_check_counts_faulty_tasks(tmp_path: Path, capsys: pytest.CaptureFi
     assert len(found["prompt_tokens"]) == 4
     assert (found["problems"], found["too_long"]) == ([], 0)
     text = output(["check", str(folder), "--model", model], capsys)
-    assert "1 questions are in test too:\n  sums/train/3" in text
+    assert "1 question also in test:\n  sums/train/3" in text
     assert "1 of the repeated questions have different references" in text
     bad = write(tmp_path / "bad.jsonl", [{"question": "a", "answer": "no number"}])
-    assert "1 of 1 tasks" in output(["check", bad], capsys, code=2)
+    assert "1 of 1 task of" in output(["check", bad], capsys, code=2)
     assert "--samples requires a model" in output(["check", bad, "--samples", "2"], capsys, code=2)
 
 

@@ -1,5 +1,7 @@
 """What a person meets first at the keyboard: help in groups, lists that fit, names that need not be typed, completion."""
 
+import csv
+import io
 import json
 import os
 import signal
@@ -8,10 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from sqlalchemy import text
 
 from agentrl.cli.commands import COMMANDS, GROUPS
+from agentrl.cli.compare import _policies_hint
 from agentrl.cli.main import main
 from agentrl.workers.stack.process import database as process_database
+from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.runtime.shown_text import CELL_CHARS
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import planning
@@ -290,6 +295,39 @@ def test_json_list_has_columns_of_view(
     assert json.loads(agentrl(capsys, words, "--limit", "1", "--json"))[0].keys() == asked[0].keys() | more
 
 
+def test_runs_command_says_how_many_it_leaves_out(
+    run: str,  # noqa: F811
+    data: Database,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    columns = "status, dataset, base, base_hash, seed, format, epochs, iterations, output_dir, config, manifest"
+    query = f"""
+        INSERT INTO runs (name, kind, measures_id, measures_version, {columns})
+        SELECT 'measured', 'eval', id, 0, {columns} FROM runs"""
+    with data.engine.begin() as tx:
+        tx.execute(text(query))
+    assert main(["runs"]) == 0
+    output = capsys.readouterr()
+    assert ("measured" in output.out, output.err.splitlines()[-1]) == (
+        False,
+        "Left out: 1 evaluation that runs planned. List them: agentrl runs --kind eval",
+    )
+    assert [row["run"] for row in json.loads(agentrl(capsys, "runs", "--kind", "eval", "--json"))] == ["measured"]
+    assert main(["runs", "--kind", "serve"]) == 0
+    assert capsys.readouterr().err == "No run is of the kind 'serve'.\n"
+
+
+@pytest.mark.parametrize("words", ["runs", "episodes", "tasks", "events"])
+def test_list_prints_csv_of_all_columns(run: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    documents = json.loads(agentrl(capsys, words, "--json"))
+    listed = [*csv.DictReader(io.StringIO(agentrl(capsys, words, "--csv")))]
+    assert [[*row] for row in listed] == [[*row] for row in documents]
+    assert len(listed) > 0
+    if words == "episodes":
+        assert [json.loads(row["parts"]) for row in listed] == [row["parts"] for row in documents]
+    assert "exclude each other" in agentrl(capsys, words, "--csv", "--json", code=2)
+
+
 def test_tasks_command_lists_outcomes(run: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     solved = json.loads(agentrl(capsys, "tasks", "--outcome", "solved", "--json"))
     assert sorted((task["task"], task["first_solved"]) for task in solved) == [("train/0", 1), ("train/1", 1)]
@@ -297,6 +335,11 @@ def test_tasks_command_lists_outcomes(run: str, capsys: pytest.CaptureFixture[st
     listed = agentrl(capsys, "tasks", run, "--sort", "-task").splitlines()
     assert [line.split()[1] for line in listed[1:3]] == ["train/1", "train/0"]
     assert [" 1 of 1 " in line for line in listed] == [False, True, True]
+    assert [(task["right_episodes"], task["episodes"]) for task in solved] == [(1, 2), (1, 2)]
+    assert [" 1 of 2 " in line for line in listed] == [False, True, True]
+    for sort, is_tied in (("solved", True), ("task", False)):
+        main(["tasks", run, "--sort", sort, "--limit", "1"])
+        assert ("the same `solved` as the last one" in capsys.readouterr().err) is is_tied
     assert [task["task"] for task in json.loads(agentrl(capsys, "tasks", "--search", "2 + 1", "--json"))] == ["train/1"]
     assert "never_solved" in agentrl(capsys, "tasks", "--outcome", "never", code=2)
 
@@ -306,7 +349,7 @@ def test_changes_command_judges_run_or_shows_iteration(run: str, capsys: pytest.
     assert (found["run"], found["is_healthy"], found["troubles"]) == (run, True, [])
     assert (found["health"]["iteration"], found["drop"], found["gain"]) == (1, None, None)
     printed = agentrl(capsys, "changes")
-    assert printed.startswith("by-hand is running. Nothing is wrong: in its finished iteration,")
+    assert printed.startswith("by-hand is running. Nothing unusual: in its finished iteration,")
     assert "largest drop of the mean reward: none" in printed
     assert json.loads(agentrl(capsys, "changes", run, "--iteration", "1", "--json"))["iteration"] == 1
     assert "part numeric_answer" in agentrl(capsys, "changes", run, "--iteration", "1")
@@ -326,6 +369,8 @@ def test_compare_runs_says_never_evaluated_and_what_to_type(
     assert lines["iterations planned"] == ["2", "1"]
     assert lines["seed"] == ["0", "3"]
     assert "agentrl eval --policy by-hand; then: agentrl compare by-hand other" in output.err
+    with pytest.raises(NotFoundError, match="no run or model folder 'nobody'"):  # not a missing evaluation
+        _policies_hint(run, "nobody")
 
 
 def test_episodes_command_searches_and_filters(run: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811

@@ -1,22 +1,28 @@
 """What the page is told of an iteration that changed, of a run that stopped, and of evaluations made by hand."""
 
 from contextlib import closing
+from dataclasses import asdict
 
 import pytest
 from sqlalchemy import insert, text
 
 from agentrl.workers.page.demo import open_demo
+from agentrl.workers.requests.run_verdict import judge_run
 from agentrl.workflow.analysis.run_health import (
     GroupCounts,
+    HealthTerms,
     IterationRecord,
     Trouble,
     describe_groups,
     describe_health,
     describe_reward_change,
+    list_checked,
+    list_failures,
     list_health_facts,
     list_iteration_troubles,
     list_update_troubles,
 )
+from agentrl.workflow.runtime.shown_text import plain
 from agentrl.workflow.store import train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import open_database
@@ -30,7 +36,11 @@ HEALTHY = {
     "clip_fraction": 0.01, "ratio": 1.0, "sampler_difference_mean": 1e-4, "importance_outside": 0.0,
     "effective_sample_size": 0.99, "grad_norm": 0.7,
 }  # fmt: skip
-ITERATION = {"iteration": 2, "skipped": "", "tool_calls": 0, "tool_errors": 0}
+ITERATION = {
+    "iteration": 2, "status": "done", "skipped": "", "tool_calls": 0, "tool_errors": 0, "episodes": 4, "trainable": 4,
+    "staleness": 0,
+}  # fmt: skip
+GRPO = HealthTerms("grpo", max_staleness=1)
 
 
 def test_changes_route_explains_drop(sqlite: Database) -> None:
@@ -88,7 +98,7 @@ def test_iteration_route_says_why_update_was_skipped(database: Database) -> None
 )
 def test_update_health_names_what_is_off(name: str, value: float, word: str) -> None:
     def troubles(update: dict[str, float | None]) -> list[Trouble]:
-        return list_update_troubles("first", IterationRecord(ITERATION, [HEALTHY, update], GroupCounts(8, 4, 2)), "grpo")
+        return list_update_troubles("first", IterationRecord(ITERATION, [HEALTHY, update], GroupCounts(8, 4, 2)), GRPO)
 
     assert troubles(HEALTHY) == []
     (trouble,) = troubles({**HEALTHY, name: value})
@@ -108,33 +118,65 @@ def test_update_health_names_what_is_off(name: str, value: float, word: str) -> 
     ],
 )
 def test_iteration_health_of_groups(counts: GroupCounts, algorithm: str | None, text: str, is_note: bool) -> None:
-    troubles = list_update_troubles("first", IterationRecord(ITERATION, [HEALTHY], counts), algorithm)
+    record = IterationRecord(ITERATION, [HEALTHY], counts)
+    troubles = list_update_troubles("first", record, HealthTerms(algorithm))
     assert [(trouble.text.startswith(text), trouble.is_note) for trouble in troubles] == ([(True, is_note)] if text else [])
+    compares = algorithm == "grpo"
+    assert list_checked([record], HealthTerms(algorithm)) == ["episodes", *(["groups"] if compares else []), "updates"]
+    assert list_checked([IterationRecord(ITERATION, [], GroupCounts())], HealthTerms(algorithm)) == ["episodes"]
+
+
+@pytest.mark.parametrize(
+    ("values", "max_staleness", "text"),
+    [
+        ({"trainable": 3}, 0, ""),
+        ({"trainable": 2}, 0, "2 of 4 episodes cannot be used."),
+        ({"trainable": 0, "status": "running"}, 0, ""),
+        ({"staleness": 2}, 2, ""),
+        ({"staleness": 2}, 1, "It was sampled 2 versions behind, but the run allows 1."),
+    ],
+)
+def test_iteration_health_of_episodes(values: dict[str, object], max_staleness: int, text: str) -> None:
+    record = IterationRecord({**ITERATION, **values}, [HEALTHY], GroupCounts(8, 4, 2))
+    troubles = list_update_troubles("first", record, HealthTerms("grpo", max_staleness))
+    assert [trouble.text for trouble in troubles] == ([text] if text else [])
+
+
+@pytest.mark.parametrize(("done", "is_note"), [(0, False), (2, False), (3, True)])
+def test_failures_are_notes_if_few_episodes_failed(done: int, is_note: bool) -> None:
+    failure = {"failed": 1, "episodes": 1, "error": "no such key", "status": "failed"}
+    agents = {"ended": 1, "episodes": 1, "error": "no such key"}
+    assert [trouble.is_note for trouble in list_failures(failure, {}, done, "first")] == [is_note]
+    assert [trouble.is_note for trouble in list_failures({}, agents, done + 1, "first")] == [is_note]
 
 
 WELL = {
     "groups": 8, "flat_groups": 4, "tool_calls": 4, "tool_errors": 1, "trainable": 16, "episodes": 16, "staleness": 1,
-    "rollout_seconds": 2.5, "update_seconds": 0.5, "skipped": "",
+    "status": "done", "rollout_seconds": 2.5, "update_seconds": 0.5, "skipped": "",
 }  # fmt: skip
 """A healthy iteration."""
 
 
 def test_iteration_troubles_count_each_kind_once() -> None:
     rows = [
-        {**WELL, "iteration": number, "tool_errors": 4 * (number < 3), "trainable": 12 + number, "flat_groups": 5}
+        {**WELL, "iteration": number, "tool_errors": 4 * (number < 3), "trainable": 8 + number, "flat_groups": 5}
         for number in (1, 2, 3, 4)
     ]
     records = [IterationRecord(row, [HEALTHY], GroupCounts(8, 5, 5)) for row in rows]
-    solved, calls, usable = list_iteration_troubles("first", records, "grpo")
+    solved, calls, usable = list_iteration_troubles("first", records, GRPO)
     assert calls == Trouble(
         "In 2 of 4 iterations, most recently in iteration 2: 4 of 4 tool calls failed.", "agentrl changes first --iteration 2"
     )
     assert (solved.is_note, solved.text[:44]) == (True, "In 4 of 4 iterations, most recently in itera")
-    assert usable.text == "In 3 of 4 iterations, most recently in iteration 3: 15 of 16 episodes usable."
+    assert usable.text == "In 3 of 4 iterations, most recently in iteration 3: 5 of 16 episodes cannot be used."
     run = {"run": "first", "status": "done", "reason": "", "kind": "train"}
-    assert describe_health(run, 4, [calls, solved]) == "first is done. 1 problem:"
-    assert describe_health(run, 4, [solved]).startswith("first is done. Nothing is wrong: in all 4 finished iterations,")
-    assert "No iteration has ended" in describe_health({**run, "status": "running"}, 0, [])
+    assert describe_health(run, 4, ["episodes"], [calls, solved]) == "first is done. 1 problem:"
+    usual = (
+        "first is done. Nothing unusual: in all 4 finished iterations, episodes, groups and updates are in their usual ranges."
+    )
+    assert describe_health(run, 4, ["episodes", "groups", "updates"], [solved]) == usual
+    assert describe_health(run, 1, ["episodes"], []).endswith("in its finished iteration, episodes are in their usual ranges.")
+    assert "No iteration has ended" in describe_health({**run, "status": "running"}, 0, [], [])
 
 
 @pytest.mark.parametrize(
@@ -154,7 +196,7 @@ def test_reward_change_names_its_cause(again: int, then: float | None, now: floa
 
 
 def test_health_facts_mark_what_is_off() -> None:
-    facts = list_health_facts(WELL, 3, "grpo")
+    facts = list_health_facts(WELL, 3, GRPO)
     assert [fact.text for fact in facts] == [
         "4 of 8 groups with different rewards, 3 solved with equal rewards, 1 with equal rewards",
         "1 of 4 tool calls failed",
@@ -163,8 +205,8 @@ def test_health_facts_mark_what_is_off() -> None:
         "rollout 2.5 s, update 0.5 s",
     ]
     assert not any(fact.is_off for fact in facts)
-    ill = {"flat_groups": 8, "tool_errors": 2, "trainable": 15, "staleness": 2, "skipped": "the loss is nan"}
-    facts = list_health_facts({**WELL, **ill}, 3, "grpo")
+    ill = {"flat_groups": 8, "tool_errors": 2, "trainable": 11, "staleness": 2, "skipped": "the loss is nan"}
+    facts = list_health_facts({**WELL, **ill}, 3, GRPO)
     assert [fact.is_off for fact in facts] == [True, True, True, True, False, True]
 
 
@@ -191,10 +233,10 @@ def test_run_route_tells_health_of_newest_iteration(sqlite: Database) -> None:
     add_runs(sqlite)
     page = PageOver(sqlite)
     ids = {row["run"]: row["id"] for row in page.read("/api/runs")["rows"]}
-    health = page.read(f"/api/runs/{ids['code']}")["health"]
+    health = page.read(f"/api/runs/{ids['code']}/verdict")["health"]
     assert health["iteration"] == 4
     assert health["facts"][0] == {"text": "2 of 2 groups with different rewards", "is_off": False}
-    assert page.read(f"/api/runs/{ids['broken']}")["health"] is None
+    assert page.read(f"/api/runs/{ids['broken']}/verdict")["health"] is None
 
 
 def test_healthy_demo_run_has_no_fault() -> None:
@@ -214,9 +256,11 @@ def test_run_that_learned_everything_gets_note(database: Database) -> None:
             "groups SET mean_reward = 1.0, std_reward = 0.0",
         ):
             tx.execute(text(f"UPDATE {change}"))
-    (trouble,) = PageOver(database).read("/api/runs/1")["troubles"]
-    assert trouble["text"].endswith("every episode is right. Harder tasks would teach more.")
-    assert trouble["is_note"]
+    newest, each = PageOver(database).read("/api/runs/1/verdict")["troubles"]
+    assert newest["text"].endswith("every episode is right. Harder tasks would teach more.")
+    assert each["text"].startswith("In 3 of 3 iterations")
+    assert newest["is_note"]
+    assert each["is_note"]
 
 
 def test_run_route_says_why_run_stopped(sqlite: Database) -> None:
@@ -224,10 +268,13 @@ def test_run_route_says_why_run_stopped(sqlite: Database) -> None:
     page = PageOver(sqlite)
     rows = {row["run"]: row for row in page.read("/api/runs")["rows"]}
     assert (rows["broken"]["status"], rows["broken"]["reason"]) == ("paused", REASON)
-    failed, resume = page.read(f"/api/runs/{rows['broken']['id']}")["troubles"]
+    failed, resume = page.read(f"/api/runs/{rows['broken']['id']}/verdict")["troubles"]
     assert failed["text"] == f"4 episodes failed, all with: {WHY_FAILED}"
     assert (failed["command"], resume["command"]) == ("agentrl episodes broken --status failed", "agentrl resume broken")
-    assert page.read(f"/api/runs/{rows['code']['id']}")["troubles"] == []
+    for name in ("broken", "code", "agents"):
+        here = f"/api/runs/{rows[name]['id']}"
+        assert page.read(f"{here}/verdict") == plain(asdict(judge_run(sqlite, name)))
+        assert page.read(f"{here}/errors") == page.read(f"{here}/verdict")["errors"]
 
 
 def test_runs_route_finds_evaluations_and_those_made_by_hand(database: Database) -> None:

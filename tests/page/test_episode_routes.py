@@ -414,7 +414,9 @@ def test_episode_advantage_is_explained_in_numbers(
     assert found["value"] == pytest.approx(expected)
     assert found["computed"] == pytest.approx(expected, abs=1e-9)
     assert found["agrees"]
-    assert said in found["how"]
+    assert said in found["formula"]
+    assert found["calculation"].endswith(f"= {expected:.4g}")
+    assert found["how"] == f"{found['formula']}: {found['calculation']}"
     assert (found["reward"], found["group_mean"]) == (1.0, 0.5)
     tokens = PageOver(database).read("/api/episodes/2/tokens")
     assert {each["advantage"] for each in tokens["segments"] if each["kind"] == "sampled"} == {found["value"]}
@@ -427,8 +429,8 @@ def test_episode_reason_that_contradicts_record_says_so(database: Database) -> N
     page = PageOver(database)
     found = page.read("/api/episodes/2")["advantage"]
     assert found["agrees"] is False
-    assert "the update recorded 0.25" in found["how"]
-    assert "it was left out, because sampler and trainer differ" in page.read("/api/episodes/1")["advantage"]["how"]
+    assert "the update recorded 0.25" in found["calculation"]
+    assert "it was left out, because sampler and trainer differ" in page.read("/api/episodes/1")["advantage"]["formula"]
 
 
 def test_episode_returns_are_computed_if_record_agrees(database: Database) -> None:

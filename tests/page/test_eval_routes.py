@@ -108,7 +108,7 @@ def test_compare_route_reports_tasks_without_done_episode(database: Database) ->
     found = PageOver(database).read("/api/compare", a=1, b=2)
     assert found["measures"]["tied"] == 1
     assert {task["difference"] for task in found["tasks"]} == {0.0, None}
-    assert found["remarks"] == ["1 tasks are left out: one side has no done episode."]
+    assert found["remarks"] == ["1 task left out: one side has no done episode."]
 
 
 def test_compare_route_of_one_task_has_no_interval(database: Database) -> None:

@@ -67,7 +67,7 @@ def test_export_records_small_run_under_page_paths(trained: Database, tmp_path: 
     tasks = values(trained, "SELECT DISTINCT task_id FROM groups WHERE run_id = 1")
     lists = (
         *("curves", "events?size=500&sort=-id", "lanes", "episodes?size=50", "tasks?size=25", "annotations?size=100"),
-        *("prompts", "critic-calls?size=20", "ledger", "ledger?after=1", "iterations/1", "examples", "errors"),
+        *("prompts", "critic-calls?size=20", "ledger", "ledger?after=1", "iterations/1", "examples", "verdict"),
         *(f"tasks/{task}" for task in tasks),
     )
     wanted = {"api/store", "api/runs?size=50", "api/runs/1", "api/evals?measures=1&size=200", "api/views"}
@@ -166,6 +166,10 @@ def test_export_at_limit_keeps_some_and_names_omissions(
     assert values(database, f"SELECT max(reward) FROM episodes WHERE id IN ({', '.join(map(str, taken))})") == values(
         database, "SELECT max(reward) FROM episodes WHERE run_id = 1"
     )
+    (run,) = values(database, "SELECT id FROM runs WHERE name = 'large'")
+    listed = file["answers"][f"api/runs/{run}/episodes?size=50"]
+    assert taken <= {row["id"] for row in listed["rows"]}
+    assert listed["next"] != ""
     for episode in taken:  # each with its tokens
         assert f"api/episodes/{episode}/tokens?size=4096&start=0" in file["answers"]
     assert f"api/groups/{file['answers'][f'api/episodes/{named}']['episode']['group_id']}" in file["answers"]
@@ -258,6 +262,7 @@ def test_export_retries_busy_store_then_gives_up(trained: Database, tmp_path: Pa
 def test_export_works_in_offline_browser(trained: Database, tmp_path: Path) -> None:
     with trained.engine.begin() as tx:
         tx.execute(text("UPDATE steps SET text = :evil, content_length = 10000"), {"evil": EVIL})
+        tx.execute(text("UPDATE episodes SET error_class = 'AgentError', error = 'It broke.' WHERE id = 1"))
     out = tmp_path / "run.html"
     export.write_export(store(trained), "first", out, [], LIMIT)
     answers = recorded(out)["answers"]
@@ -281,6 +286,8 @@ def test_export_works_in_offline_browser(trained: Database, tmp_path: Path) -> N
         watched = Watched(page)
         page.goto(f"file://{out}")
         watched.see("first")
+        page.wait_for_selector(".errors [title='not in this file']:has-text('AgentError')")
+        assert page.locator(".errors a").count() == 0
         places = [*(f"/?tab={tab}" for tab in tabs), "/run/1/iteration/1", f"/group/{min(numbers)}", "/runs"]
         places += [f"/episode/{episode}", f"/episode/{episode}?tab=tokens", f"/episode/{episode}?tab=why"]
         for place in places:
@@ -325,6 +332,7 @@ def test_export_records_every_page_of_curves_turns_and_tokens(
     trained: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export, "TOKENS", 2)
+    monkeypatch.setattr(export, "EPISODES", "episodes?size=1")
     load = curves.load_curves
     monkeypatch.setattr(curves, "load_curves", lambda db, run, after=0: load(db, run, after, 1))
     with trained.engine.begin() as tx:
@@ -337,6 +345,9 @@ def test_export_records_every_page_of_curves_turns_and_tokens(
     numbers = values(trained, "SELECT number + 1 FROM iterations WHERE run_id = 1 ORDER BY number")
     assert {f"api/runs/1/curves?after={number}" for number in numbers[:-1]} <= {*answers}
     assert {f"api/runs/1/iterations/{number}" for number in numbers} <= {*answers}
+    listed = answers["api/runs/1/episodes?size=1"]
+    assert [row["id"] for row in listed["rows"]] == values(trained, "SELECT id FROM episodes WHERE run_id = 1 ORDER BY id")
+    assert listed["next"] == ""
     episode = next(path for path in answers if path.startswith("api/episodes/"))
     total = answers[f"{episode}/tokens?size=2&start=0"]["total"]
     assert {f"{episode}/tokens?size=2&start={start}" for start in range(0, total, 2)} <= {*answers}

@@ -12,9 +12,10 @@ from tests.support.hostile_rows import MIXED, fill_with
 from tests.support.page_answers import PageOver
 
 ROUTES = (
-    "runs", "runs/1", "runs/2", "runs/1/curves", "runs/1/iterations/1", "runs/1/episodes", "groups/1", "groups/2", "episodes/1",
-    "episodes/2", "episodes/3", "episodes/1/tokens", "runs/1/tasks/1", "runs/1/tasks", "runs/1/lanes", "runs/1/events", "evals",
-    "runs/1/prompts", "runs/1/annotations", "runs/1/series?view=v_rewards&column=value", "runs/1/ledger", "compare?a=3&b=4",
+    "runs", "runs/1", "runs/2", "runs/1/verdict", "runs/1/curves", "runs/1/iterations/1", "runs/1/episodes", "groups/1",
+    "groups/2", "episodes/1", "episodes/2", "episodes/3", "episodes/1/tokens", "runs/1/tasks/1", "runs/1/tasks", "runs/1/lanes",
+    "runs/1/events", "evals", "runs/1/prompts", "runs/1/annotations", "runs/1/series?view=v_rewards&column=value",
+    "runs/1/ledger", "compare?a=3&b=4",
 )  # fmt: skip
 
 

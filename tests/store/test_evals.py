@@ -445,7 +445,7 @@ def test_compare_pairs_by_task_and_fits_80_columns(here: Database, capsys: pytes
         "  B better on 2, worse on 1, equal on 1",
         "  B - A of accuracy  0.125  95% Student [-0.6367, 0.8867]  p 1 (exact)",
         "  B right more often on 2, less on 1, as often on 1",
-        "  1 tasks left out: one side has no done episode",
+        "  1 task left out: one side has no done episode",
     ]
     assert max(map(len, lines)) <= 80
 

@@ -88,9 +88,13 @@ def test_verdict_names_what_is_wrong_or_that_nothing_is(database: Database) -> N
     code = judge_run(database, "code")
     assert (code.is_healthy, code.sentence) == (False, "code is done. 2 problems:")
     assert [trouble.command for trouble in code.troubles] == 2 * ["agentrl changes code --iteration 3"]
+    assert [(row["error_class"], row["errors"]) for row in code.errors] == [("code_error", 4)]
+    number = value(database, "SELECT id FROM runs WHERE name = 'code'")
+    typed = judge_run(database, str(number))
+    assert (typed.run, typed.troubles[0].command) == ("code", f"agentrl changes {number} --iteration 3")
     agents = judge_run(database, "agents")
     assert (agents.is_healthy, agents.troubles) == (True, [])
-    assert agents.sentence.startswith("agents is done. Nothing is wrong: in its finished iteration,")
+    assert agents.sentence.startswith("agents is done. Nothing unusual: in its finished iteration,")
     broken = judge_run(database, "broken")
     assert broken.is_healthy is False
     assert broken.sentence == f"broken is paused: {REASON}. 2 problems:"

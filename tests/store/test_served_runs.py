@@ -1,5 +1,6 @@
 """Runs of the kind serve: episodes are added while they last, end with their process, and are forgotten where asked."""
 
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -57,6 +58,8 @@ def test_served_client_gets_episode_found_by_key(database: Database) -> None:
     assert rows(database, query) == [(first.id, 0, "one"), (second.id, 1, "two")]
     place = endpoint_reads.find_places(database, ["b" * 64])["b" * 64]
     assert (place.run, place.episode, place.over) == ("serve-1", second.id, "")
+    assert abs(time.time() - run.created) < 60
+    assert place.created == run.created
 
 
 def test_served_episode_clock_is_the_time_of_its_first_claim(database: Database) -> None:

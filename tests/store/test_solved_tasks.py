@@ -10,7 +10,13 @@ from agentrl.workflow.errors import ConfigError, DatasetError, NotFoundError
 from agentrl.workflow.store import planning
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.iterations import task_order
-from agentrl.workflow.store.reads.task_rows import SampledGroups, SolvedCount, count_equal_groups, load_solved
+from agentrl.workflow.store.reads.task_rows import (
+    SampledGroups,
+    SolvedCount,
+    count_equal_groups,
+    count_right_episodes,
+    load_solved,
+)
 from tests.support.played_runs import play, start, submission, task, values
 
 
@@ -23,6 +29,8 @@ def test_load_solved_counts_right_episodes_of_all_runs(database: Database) -> No
     counts = load_solved(database)
     assert [counts[each.content_hash] for each in order] == [SolvedCount(4, 2), SolvedCount(4, 1)]
     assert load_solved(database, "run0")[order[1].content_hash] == SolvedCount(2, 0)
+    ids = [values(database, "SELECT id FROM tasks WHERE content_hash = :hash", hash=each.content_hash)[0] for each in order]
+    assert count_right_episodes(database, "run0", [*ids, 99]) == {ids[0]: SolvedCount(2, 1), ids[1]: SolvedCount(2, 0)}
     assert count_equal_groups(database, "run0") == SampledGroups(2, 1)
     with pytest.raises(NotFoundError):
         load_solved(database, "absent")

@@ -203,7 +203,7 @@ def test_step_reward_of_hook_or_env_is_stored(
     assert main(["replay", "1"]) == 0
     shown = capsys.readouterr().out
     assert "earned turns: 1 x 1" in shown
-    assert "turns: 1 x 1 (over 1 steps)" in shown
+    assert "turns: 1 x 1 (over 1 step)" in shown
     assert main(["replay", "1", "--verify", "rewards", "--json"]) == 0
     (report,) = json.loads(capsys.readouterr().out)["rewards"]
     assert (report["parts"], report["hooks"], report["differences"]) == (3, ["doubled", "steps"], [])

@@ -150,7 +150,7 @@ def test_tune_commands_refuse_with_sentence_step_and_code(
         (["sft", "--best", "1"], 2, "--from-episodes"),
         (["sft", "--policy", "first"], 2, "--from-episodes"),
         (["dpo"], 2, "--from-episodes"),
-        (["dpo", "--from-episodes", "even"], 6, "equal within all 1 groups"),
+        (["dpo", "--from-episodes", "even"], 6, "equal within the only group"),
         (["dpo", "--from-episodes", "first", "--beta", "0"], 2, "--beta"),
         (["dpo", "--from-episodes", "first", "--reference", "base"], 2, "Write --reference start or --reference sampler."),
         (["dpo", "--from-episodes", "first", "--name", "../x"], 2, "--name"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from sqlalchemy import select
 
 from agentrl.workers.jobs.agent_calls import Begin, ForwardedRequest, Write
 from agentrl.workers.serving.endpoint_app import EndpointLimits
@@ -18,6 +19,7 @@ from agentrl.workflow.dialects import RequestError
 from agentrl.workflow.dialects.chat_completions import PATH as CHAT
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.endpoint_reads import find_places
+from agentrl.workflow.tables import schema
 from tests.support.played_runs import EXPIRED
 from tests.support.scripted_worker import hang_up, scripted_worker, silence, stream, whole
 from tests.support.served_endpoint import Attempt, Served, add_attempt, attempt, endpoint_over
@@ -128,8 +130,11 @@ def test_endpoint_reads_attempts_alike_in_both_databases(database: Database) -> 
 
 def test_endpoint_answers_models_and_health_without_worker(made: Attempt, served: Served) -> None:
     assert httpx2.get(f"{served.url}/health").json() == {"status": "ok"}
+    head = httpx2.head(f"{served.url}/health")
+    assert (head.status_code, head.content) == (200, b"")
     listed = httpx2.get(f"{served.url}/v1/models", headers=made.bearer).json()
-    assert [model["id"] for model in listed["data"]] == ["run-secret"]
+    created = made.database.ask(lambda tx: tx.execute(select(schema.runs.c.created_at)).scalar_one())
+    assert [(model["id"], model["created"]) for model in listed["data"]] == [("run-secret", int(created.timestamp()))]
     assert code(httpx2.get(f"{served.url}/v1/models")) == (401, "invalid_api_key")
     assert httpx2.get(f"{served.url}/attempt/secret/v1/models").status_code == 200
 

@@ -23,6 +23,7 @@ from agentrl.workflow.errors import StateError
 from agentrl.workflow.trajectory import SamplingKey
 
 HERE = {"host": "localhost:8000"}
+CREATED = 1_700_000_000
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Episodes:
 
 
 def serving(episodes: Any, run: str, **how: Any) -> ServedClients:
-    return ServedClients(episodes, run, **how)
+    return ServedClients(episodes, run, created=CREATED, **how)
 
 
 async def call(clients: ServedClients, shown: str = "", **headers: str) -> str:
@@ -89,7 +90,7 @@ def body_of(sent: bytes) -> Read:
 
 def refused(clients: ServedClients, shown: str = "", headers: Mapping[str, str] = HERE) -> tuple[int, str]:
     with pytest.raises(ApiError) as caught:
-        asyncio.run(clients.find_run(shown, headers))
+        asyncio.run(clients.find_model(shown, headers))
     return caught.value.status, caught.value.code
 
 
@@ -213,7 +214,7 @@ def test_served_client_with_key_admits_its_holder_from_anywhere() -> None:
     away = {"host": "gpu.example.org"}
     assert refused(clients) == refused(clients, "Sesame", away) == (401, "invalid_api_key")
     assert refused(clients, "\udcff", away) == (401, "invalid_api_key")
-    assert asyncio.run(clients.find_run("sesame", away)) == "serve-1"
+    assert asyncio.run(clients.find_model("sesame", away)) == ("serve-1", CREATED)
 
 
 @pytest.mark.parametrize(
@@ -324,7 +325,7 @@ def test_client_body_that_ends_episode_is_limited() -> None:
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]:8000"])
 def test_served_client_without_key_admits_local_requests(host: str) -> None:
-    assert asyncio.run(serving(Episodes(), "serve-1").find_run("", {"host": host})) == "serve-1"
+    assert asyncio.run(serving(Episodes(), "serve-1").find_model("", {"host": host})) == ("serve-1", CREATED)
 
 
 @pytest.mark.parametrize("name", ["a" * 129, "a b", "\xff", "a\x00", "ü"])

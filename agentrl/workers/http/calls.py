@@ -173,7 +173,8 @@ Handle = Callable[[Call], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class ApiRoute:
-    """A path with its method, and the function that responds to its requests.
+    """A path with its method, and the function that responds to its requests. A route for GET also accepts HEAD, for which the
+    server sends only the headers.
 
     `path` may have parameters (`/models/{name:path}`). A path below `/v1` is also served without `/v1`.
     """
@@ -223,7 +224,7 @@ class Application:
         if call.method == "OPTIONS" and not call.path_key and call.headers.get("origin", "") in self._origins:
             await call.answer_empty(_preflight_headers(call.headers, route.method))
             return
-        if call.method != route.method:
+        if call.method != route.method and (call.method, route.method) != ("HEAD", "GET"):
             raise api_errors.wrong_method(route.method)
         await route.handle(call)
 

@@ -29,6 +29,8 @@ responses.
 """
 TRIES, AGAIN_SECONDS = 10, 0.5
 """How often a request to a busy store is sent, at most, and the pause between two tries, in seconds."""
+EPISODES = "episodes?size=50"
+"""The request of the page for the first episodes of a run. In the file, the answer lists all episodes of the file."""
 MISSES = 20
 """If this many parts, one directly after the other, do not fit into the file, the file is regarded as full."""
 ITERATIONS_SHARE, TASKS_SHARE = 0.4, 0.5
@@ -54,6 +56,7 @@ class _Recording:
         progress: called every few seconds with a sentence about the progress.
         size: the number of bytes of the recorded responses.
         answers: the recorded responses by path.
+        listed: the rows of the list of episodes, by the episode's id.
     """
 
     client: httpx2.AsyncClient
@@ -62,6 +65,8 @@ class _Recording:
     reported: float = field(default_factory=time.monotonic)
     size: int = 0
     answers: dict[str, bytes] = field(default_factory=dict)
+    listed: dict[int, Any] = field(default_factory=dict)
+    _group_rows: tuple[int, dict[int, Any]] = (0, {})
 
     async def ask(self, path: str) -> Any:
         """Request a path, record the response and return its JSON."""
@@ -78,17 +83,33 @@ class _Recording:
                 self.progress(f"{len(self.answers):,} answers of the page, {self.size / 1e6:.1f} MB so far")
         return json.loads(body)
 
+    async def list_episode(self, run: int, group: int, episode: int) -> None:
+        """Add the episode to the list of the run's episodes, if the run sampled it."""
+        if self._group_rows[0] != group:
+            rows = json.loads(await self._body(f"api/runs/{run}/episodes?group={group}&size=1000"))["rows"]
+            self._group_rows = group, {row["id"]: row for row in rows}
+        row = self._group_rows[1].get(episode)
+        if row is None or episode in self.listed:
+            return
+        cost = len(embed(row)) + 2
+        if self.size + cost > self.limit:
+            raise _NotTaken(f"the row of episode {episode}")
+        self.listed[episode] = row
+        self.size += cost
+
     async def whole(self, work: Callable[[], Awaitable[None]]) -> bool:
         """Run `work`, which records several responses. If one of them does not fit or does not exist, remove those that `work`
         has recorded, and return False.
         """
-        before = len(self.answers), self.size
+        before = len(self.answers), len(self.listed), self.size
         try:
             await work()
         except _NotTaken:
             for path in [*self.answers][before[0] :]:
                 del self.answers[path]
-            self.size = before[1]
+            for episode in [*self.listed][before[1] :]:
+                del self.listed[episode]
+            self.size = before[2]
             return False
         return True
 
@@ -184,6 +205,7 @@ async def _record(
         await recording.many(_work(recording, f"api/runs/{run}/tasks/{task}") for task in tasks)
         recording.limit = room
         await recording.many(_groups(recording, run))
+    _put_list(recording, run)
     return recording
 
 
@@ -204,8 +226,10 @@ async def _take_run(recording: _Recording, run: int, around: int) -> list[int]:
         curves = await recording.ask(f"{here}/curves")
         while curves["more"]:
             curves = await recording.ask(f"{here}/curves?after={curves['rows'][-1][0]}")
-        for path in ("events?size=500&sort=-id", "lanes", "episodes?size=50", "examples", "errors"):
+        for path in ("events?size=500&sort=-id", "lanes", "examples", "verdict"):
             await recording.ask(f"{here}/{path}")
+        episodes = await recording.ask(f"{here}/{EPISODES}")
+        recording.listed = {row["id"]: row for row in episodes["rows"]}
         tasks = await recording.ask(f"{here}/tasks?size=25")
         searched = ("search",) if shown_run["run"]["kind"] == "search" else ()
         for path in ("annotations?size=100", "prompts", "critic-calls?size=20", *searched):
@@ -258,6 +282,15 @@ def _put(recording: _Recording, path: str, value: Any) -> None:
     recording.size += len(recording.answers[path]) + len(path) + 6
 
 
+def _put_list(recording: _Recording, run: int) -> None:
+    """Put the episodes that the file contains into the list of episodes, which so far has only the run's first episodes."""
+    path = f"api/runs/{run}/{EPISODES}"
+    page = json.loads(recording.answers[path])
+    rows = [recording.listed[episode] for episode in sorted(recording.listed)]
+    is_complete = len(rows) >= sum(row["episodes"] or 0 for row in _curves(recording, run))
+    _put(recording, path, {**page, "rows": rows, "next": "" if is_complete else page["next"]})
+
+
 async def _take_chosen(recording: _Recording, run: int, chosen: Sequence[int], limit_mb: float) -> None:
     for episode in chosen:
         answered = await recording.client.get(f"/api/episodes/{episode}")
@@ -290,8 +323,9 @@ def _episode(recording: _Recording, run: int, episode: int, beside: bool = False
         while start < total:
             tokens = await recording.ask(f"{here}/tokens?size={TOKENS}&start={start}")
             start, total = start + len(tokens["ids"]), tokens["total"] if tokens["ids"] else 0
+        row = first_page["episode"]
+        await recording.list_episode(run, row["group_id"], episode)
         if beside:
-            row = first_page["episode"]
             await recording.ask(f"api/groups/{row['group_id']}")
             await recording.ask(f"api/runs/{run}/iterations/{row['iteration']}")
             await recording.ask(f"api/runs/{run}/tasks/{first_page['task']['id']}")

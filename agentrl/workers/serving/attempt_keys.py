@@ -75,13 +75,14 @@ class AttemptKeys:
         """
         return 0 < len(api_key) <= MAX_KEY_CHARS and await self._find(api_key) is not None
 
-    async def find_run(self, api_key: str, headers: Mapping[str, str]) -> str:
-        """Return the name of the run to which a request with this key belongs.
+    async def find_model(self, api_key: str, headers: Mapping[str, str]) -> tuple[str, int]:
+        """Return the name of the run to which a request with this key belongs, and when it was created, in Unix seconds.
 
         Raises:
             ApiError: the key or the episode is refused; see `find_open`.
         """
-        return (await self.find_open(_checked(api_key))).run
+        place = await self.find_open(_checked(api_key))
+        return place.run, place.created
 
     @asynccontextmanager
     async def enter(self, api_key: str, headers: Mapping[str, str], path: str) -> AsyncIterator[str]:

@@ -182,10 +182,10 @@ class Endpoint:
         """Respond with the model of the name in the path; without a name, with the list of models, which has one entry."""
         api_key, name = await self._key(call), str(call.path_params.get("name", ""))
         with self._slot(key_hash(api_key)):
-            run = await self._authentication.find_run(api_key, call.headers)
+            run, created = await self._authentication.find_model(api_key, call.headers)
         if name not in ("", run):
             raise api_errors.no_model(name, run)
-        listed = chat_completions.models(run)
+        listed = chat_completions.models(run, created)
         await call.answer(200, api_errors.as_json(listed["data"][0] if name else listed))
 
     async def _end_episode(self, clients: ServedClients, call: Call) -> None:

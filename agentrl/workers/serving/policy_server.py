@@ -69,7 +69,8 @@ def serve_policy(
     sampler = SamplingServer("this process", lambda: db)
     episodes = ServedEpisodes(db, run, experiment, policy, sampler, how.forgets, how.has_upstream)
     assert experiment.config.agent is not None
-    clients = ServedClients(episodes, run.name, how.key, how.idle_seconds, experiment.config.agent.max_calls, how.origins)
+    max_calls = experiment.config.agent.max_calls
+    clients = ServedClients(episodes, run.name, run.created, how.key, how.idle_seconds, max_calls, how.origins)
     raise_file_limit()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     episodes.start()

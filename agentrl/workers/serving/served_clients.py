@@ -60,6 +60,7 @@ class ServedClients:
     Args:
         episodes: opens and ends episodes.
         run: the run's name.
+        created: when the run was created, in Unix seconds.
         key: the API key that every request must contain; if it is empty, requests from this machine need no key.
         idle_seconds: the time without a request, in seconds, after which an episode ends.
         most_calls: the most requests of one episode.
@@ -67,6 +68,7 @@ class ServedClients:
 
     episodes: "ServedEpisodes"
     run: str
+    created: int
     key: str = ""
     idle_seconds: float = 600.0
     most_calls: int = 1000
@@ -85,14 +87,14 @@ class ServedClients:
         """Return whether the key is right. If the server has no key, every key is right."""
         return not self.key or self._is_own(api_key)
 
-    async def find_run(self, api_key: str, headers: Mapping[str, str]) -> str:
-        """Return the name of the run, which is the same for all clients.
+    async def find_model(self, api_key: str, headers: Mapping[str, str]) -> tuple[str, int]:
+        """Return the name of the run, which is the same for all clients, and when it was created, in Unix seconds.
 
         Raises:
             ApiError: the key is wrong, the client's name is invalid, or the request comes from a web page of another site.
         """
         self._identify(api_key, headers)
-        return self.run
+        return self.run, self.created
 
     @asynccontextmanager
     async def enter(self, api_key: str, headers: Mapping[str, str], path: str) -> AsyncIterator[str]:

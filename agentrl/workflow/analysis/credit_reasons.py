@@ -6,7 +6,7 @@ or a KL in the rewards, only its mean over the episode is known.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, stdev
 from typing import Any
 
@@ -52,11 +52,33 @@ class Credit:
     update: Callable[[], Sequence[Scored]] = field(default=tuple)
 
 
-def explain_credit(credit: Credit) -> dict[str, Any]:
-    """Explain an episode's advantage. Return the recorded advantage (`value`), the explanation (`how`) and its inputs.
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """How an advantage is computed.
 
-    The result also has `computed`, the advantage that follows from the inputs, and `agrees`, True if `computed` equals the
-    recorded advantage. Both values are None if the advantage cannot be computed.
+    Args:
+        computed: the advantage; None if it cannot be computed.
+        formula: the formula or the reason, in words.
+        calculation: the formula with the episode's numbers; empty if there is none.
+        numbers: the values in the calculation that no other field of the explanation has.
+    """
+
+    computed: float | None
+    formula: str
+    calculation: str = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+    def shown(self) -> dict[str, Any]:
+        """Return the fields by name, and formula and calculation as one sentence (`how`)."""
+        how = f"{self.formula}: {self.calculation}" if self.calculation else self.formula
+        fields = {name: getattr(self, name) for name in ("computed", "formula", "calculation", "numbers")}
+        return {**fields, "how": how}
+
+
+def explain_credit(credit: Credit) -> dict[str, Any]:
+    """Explain an episode's advantage. Return the recorded advantage (`value`), the fields of `Explained.shown`, and inputs.
+
+    `agrees` is True if the computed advantage equals the recorded one; None if it cannot be computed.
     """
     rewards = [member.reward for member in credit.group]
     explanation: dict[str, Any] = {
@@ -68,21 +90,25 @@ def explain_credit(credit: Credit) -> dict[str, Any]:
         "group_size": len(rewards),
     }
     if credit.recorded is None:
-        return {**explanation, "how": NO_RECORD, "numbers": {}, "computed": None, "agrees": None}
+        return {**explanation, **Explained(None, NO_RECORD).shown(), "agrees": None}
     if credit.own is None or credit.algorithm is None or not all(map(math.isfinite, rewards)):
-        return {**explanation, "how": NOT_KNOWN, "numbers": {}, "computed": None, "agrees": None}
-    computed, how, numbers = _explanation(credit)
-    agrees = _agree(computed, credit.recorded)
-    if agrees is False and credit.recorded == 0:
-        left_out = (
-            "because none of its tokens trains" if not credit.own.tokens else "because sampler and trainer differ on its tokens"
-        )
-        how = f"0: it was left out, {left_out}; else it would be {how}"
-    elif agrees is False:
-        how = (
-            f"{how} ; the update recorded {credit.recorded:.6g}: its rewards, or those it was compared with, have changed since"
-        )
-    return {**explanation, "how": how, "numbers": numbers, "computed": computed, "agrees": agrees}
+        return {**explanation, **Explained(None, NOT_KNOWN).shown(), "agrees": None}
+    explained = _explanation(credit)
+    agrees = _agree(explained.computed, credit.recorded)
+    if agrees is False:
+        explained = _explain_difference(explained, credit.recorded, credit.own)
+    return {**explanation, **explained.shown(), "agrees": agrees}
+
+
+def _explain_difference(explained: Explained, recorded: float, own: Scored) -> Explained:
+    """Add to an explanation why the update recorded another advantage."""
+    if recorded == 0:
+        left_out = "because none of its tokens trains" if not own.tokens else "because sampler and trainer differ on its tokens"
+        return replace(explained, formula=f"0: it was left out, {left_out}; else it would be {explained.formula}")
+    remark = f"; the update recorded {recorded:.6g}: its rewards, or those it was compared with, have changed since"
+    if explained.calculation:
+        return replace(explained, calculation=f"{explained.calculation} {remark}")
+    return replace(explained, formula=f"{explained.formula} {remark}")
 
 
 def _agree(computed: float | None, recorded: float | None) -> bool | None:
@@ -98,15 +124,12 @@ def _deviation(values: Sequence[float]) -> float | None:
     return 0.0 if len(set(values)) == 1 else stdev(values)
 
 
-Explained = tuple[float | None, str, dict[str, float]]
-
-
 def _explanation(credit: Credit) -> Explained:
     explain = _EXPLAIN.get(credit.algorithm or "")
     if explain is None:
-        return None, UNKNOWN, {}
+        return Explained(None, UNKNOWN)
     if credit.options.get("kl_in") == "reward" and credit.options.get("kl_coef"):
-        return None, "a KL, which is not stored, was taken off the rewards token by token: the mean over its tokens", {}
+        return Explained(None, "a KL, which is not stored, was taken off the rewards token by token: the mean over its tokens")
     return explain(credit)
 
 
@@ -130,21 +153,23 @@ def _relative_to_group(credit: Credit) -> Explained:
     offset, mean = _offset(credit)
     scale = credit.options.get("scale") or ("none" if credit.algorithm == "dr_grpo" else "group")
     reward, rewards = _own_reward(credit), [member.reward for member in credit.group]
+    plain = Explained(offset, "reward - group mean", f"{reward:g} - {mean:.4g} = {offset:.4g}", {"offset": offset})
     if scale == "none":
-        return offset, f"reward - group mean: {reward:g} - {mean:.4g} = {offset:.4g}", {"offset": offset}
+        return plain
     if scale == "group" and len(rewards) == 1:
-        return reward / (1 + _epsilon(credit)), f"a group of one keeps its reward: {reward:g}", {}
+        return Explained(reward / (1 + _epsilon(credit)), "a group of one keeps its reward", f"{reward:g}")
     among = rewards if scale == "group" else [member.reward for member in credit.update()]
     spread = _deviation(among)
     if spread is None:
-        return offset, f"reward - group mean: {reward:g} - {mean:.4g} = {offset:.4g}", {"offset": offset}
+        return plain
     value = offset / (spread + _epsilon(credit))
     whose = "group" if scale == "group" else "update"
-    how = (
-        f"(reward - group mean) / (deviation of the {whose} + {_epsilon(credit):g}): "
-        f"({reward:g} - {mean:.4g}) / ({spread:.4g} + {_epsilon(credit):g}) = {value:.4g}"
+    return Explained(
+        value,
+        f"(reward - group mean) / (deviation of the {whose} + {_epsilon(credit):g})",
+        f"({reward:g} - {mean:.4g}) / ({spread:.4g} + {_epsilon(credit):g}) = {value:.4g}",
+        {"offset": offset, "deviation": spread, "epsilon": _epsilon(credit)},
     )
-    return value, how, {"offset": offset, "deviation": spread, "epsilon": _epsilon(credit)}
 
 
 def _leave_one_out(credit: Credit) -> Explained:
@@ -152,40 +177,39 @@ def _leave_one_out(credit: Credit) -> Explained:
     count = len(credit.group)
     value = offset * (count / max(1, count - 1))
     others = (mean * count - _own_reward(credit)) / max(1, count - 1)
-    how = f"reward - mean of the other {count - 1}: {_own_reward(credit):g} - {others:.4g} = {value:.4g}"
-    return value, how, {"others_mean": others}
+    calculation = f"{_own_reward(credit):g} - {others:.4g} = {value:.4g}"
+    return Explained(value, f"reward - mean of the other {count - 1}", calculation, {"others_mean": others})
 
 
 def _best_of_group(credit: Credit) -> Explained:
     rewards = sorted((member.reward for member in credit.group), reverse=True)
     if len(rewards) < 2 or _own_reward(credit) < rewards[0] or rewards[0] == rewards[1]:
         several = len(rewards) > 1 and rewards[0] == rewards[1] == _own_reward(credit)
-        return (
-            0.0,
-            "0: " + ("several episodes are equally good" if several else "only the best of a group gets an advantage"),
-            {},
+        return Explained(
+            0.0, "0: " + ("several episodes are equally good" if several else "only the best of a group gets an advantage")
         )
     spread = _deviation(rewards) or 0.0
     value = (rewards[0] - rewards[1]) / (spread + VERL_EPSILON)
-    how = f"its lead over the second best: ({rewards[0]:g} - {rewards[1]:g}) / ({spread:.4g} + {VERL_EPSILON:g}) = {value:.4g}"
-    return value, how, {"second": rewards[1], "deviation": spread}
+    calculation = f"({rewards[0]:g} - {rewards[1]:g}) / ({spread:.4g} + {VERL_EPSILON:g}) = {value:.4g}"
+    return Explained(value, "its lead over the second best", calculation, {"second": rewards[1], "deviation": spread})
 
 
 def _optimal_baseline(credit: Credit) -> Explained:
     rewards = [member.reward for member in credit.group]
     lengths = [member.tokens for member in credit.group]
     if not sum(lengths):
-        return None, "reward - mean of the group, weighed by length", {}
+        return Explained(None, "reward - mean of the group, weighed by length")
     mean = fmean(rewards)
     offsets = [0.0 if len(set(rewards)) == 1 else reward - mean for reward in rewards]
     offset, _ = _offset(credit)
     shift = sum(length * lead for length, lead in zip(lengths, offsets, strict=True)) / sum(lengths)
     value = offset - shift
-    how = (
-        f"reward - mean of the group, weighed by the tokens that each sampled: "
-        f"{_own_reward(credit):g} - {mean + shift:.4g} = {value:.4g}"
+    return Explained(
+        value,
+        "reward - mean of the group, weighed by the tokens that each sampled",
+        f"{_own_reward(credit):g} - {mean + shift:.4g} = {value:.4g}",
+        {"baseline": mean + shift, "tokens": float(credit.own.tokens if credit.own else 0)},
     )
-    return value, how, {"baseline": mean + shift, "tokens": float(credit.own.tokens if credit.own else 0)}
 
 
 def _group_baseline_whitened(credit: Credit) -> Explained:
@@ -197,14 +221,15 @@ def _group_baseline_whitened(credit: Credit) -> Explained:
     ]
     moments = _moments(offsets)
     if moments is None:
-        return 0.0, "0: all tokens of the update have the same lead over their groups", {}
+        return Explained(0.0, "0: all tokens of the update have the same lead over their groups")
     centre, variance = moments
     value = (offset - centre) / math.sqrt(variance + WHITEN_EPSILON)
-    how = (
-        f"reward - group mean, whitened over all tokens of the update: "
-        f"({_own_reward(credit):g} - {mean:.4g} - {centre:.4g}) / {math.sqrt(variance):.4g} = {value:.4g}"
+    return Explained(
+        value,
+        "reward - group mean, whitened over all tokens of the update",
+        f"({_own_reward(credit):g} - {mean:.4g} - {centre:.4g}) / {math.sqrt(variance):.4g} = {value:.4g}",
+        {"offset": offset, "update_mean": centre, "update_deviation": math.sqrt(variance)},
     )
-    return value, how, {"offset": offset, "update_mean": centre, "update_deviation": math.sqrt(variance)}
 
 
 def _group_means(update: Sequence[Scored]) -> dict[int, tuple[float, bool]]:
@@ -226,17 +251,15 @@ def _moments(values: Sequence[tuple[float, int]]) -> tuple[float, float] | None:
 def _returns_to_go(credit: Credit) -> Explained:
     discount = credit.options.get("discount")
     discounting = "" if discount in (None, 1, 1.0) else f", discounted by {discount:g} a token"
-    how = f"the mean over its tokens of the later rewards{discounting}; it earned {_own_reward(credit):g}"
-    return None, how, {}
+    return Explained(None, f"the mean over its tokens of the later rewards{discounting}; it earned {_own_reward(credit):g}")
 
 
 def _returns_whitened(credit: Credit) -> Explained:
-    value, how, numbers = _returns_to_go(credit)
-    return value, f"{how}; whitened over all tokens of the update", numbers
+    return Explained(None, f"{_returns_to_go(credit).formula}; whitened over all tokens of the update")
 
 
 def _by_a_critic(credit: Credit) -> Explained:
-    return None, "the mean over its tokens of advantages from a critic's values (not stored); whitened", {}
+    return Explained(None, "the mean over its tokens of advantages from a critic's values (not stored); whitened")
 
 
 _EXPLAIN: Mapping[str, Callable[[Credit], Explained]] = {

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal, TypeVar
 
+from agentrl.workflow.call_json import json_key
 from agentrl.workflow.token_chains import chains_of
 from agentrl.workflow.trajectory import Episode, Step, StopReason
 
@@ -100,6 +101,10 @@ class WrittenCall:
     tool: str
     arguments: Mapping[str, Any]
 
+    def key(self) -> tuple[str, str]:
+        """Return a value that is equal for the same tool with the same arguments, compared as JSON values."""
+        return self.tool, json_key(dict(self.arguments))
+
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDifference:
@@ -151,8 +156,8 @@ def compare(left: Episode, right: Episode) -> EpisodeComparison:
         common=common,
         tokens=counts,
         token=token,
-        calls=tuple(ArgumentsDifference(*difference) for difference in _differences(pairs, _calls)),
-        results=tuple(ResultDifference(*difference) for difference in _differences(pairs, _results)),
+        calls=tuple(ArgumentsDifference(*difference) for difference in _differences(pairs, _calls, WrittenCall.key)),
+        results=tuple(ResultDifference(*difference) for difference in _differences(pairs, _results, str)),
         rewards=tuple(_part_differences(left, right)),
         stop_reasons=reasons if reasons[0] != reasons[1] else None,
         tasks=keys if keys[0] != keys[1] else None,
@@ -213,15 +218,15 @@ def _token_count(episode: Episode) -> int:
 
 
 def _differences(
-    pairs: Sequence[tuple[Chain, Chain]], values: Callable[[Step], Sequence[T]]
+    pairs: Sequence[tuple[Chain, Chain]], values: Callable[[Step], Sequence[T]], key: Callable[[T], object]
 ) -> Iterator[tuple[int, int, T | None, T | None]]:
-    """Yield step, call, and left and right value of each call whose values differ."""
+    """Yield step, call, and left and right value of each call whose values have different keys."""
     for ours, theirs in pairs:
         for left, right in zip_longest(ours, theirs):
             sides = (() if step is None else values(step) for step in (left, right))
             step = right.index if left is None else left.index
             for call, (one, other) in enumerate(zip_longest(*sides)):
-                if one != other:
+                if one is None or other is None or key(one) != key(other):
                     yield step, call, one, other
 
 

@@ -13,7 +13,10 @@ MAX_CLIPPED, MAX_OUTSIDE, LEAST_SAMPLE = 0.3, 0.1, 0.5
 MAX_DIFFERENCE = 0.1
 MAX_RATIO, LEAST_RATIO = 1.5, 0.67
 MAX_FLAT, MAX_SOLVED, MAX_FAILED_CALLS = 0.5, 0.5, 0.25
-MAX_STALENESS = 1
+MAX_UNUSABLE = 0.25
+"""The largest usual share of unusable episodes. Single episodes fail in healthy runs, for example if a worker is lost. Above a
+quarter, the cause is mostly the env, the agent or a reward, and the usable episodes no longer represent the tasks.
+"""
 MAX_ERROR_CHARS = 300
 SAME_TASKS_SHARE = 0.5
 """The least share of a change of the mean reward that the same tasks must explain, to call it a change of the same tasks."""
@@ -53,6 +56,19 @@ class GroupCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class HealthTerms:
+    """The values of a run's config that decide what is usual in it.
+
+    Args:
+        algorithm: the algorithm's name; None for a run that does not train.
+        max_staleness: the most versions by which the sampler may be behind the trainer.
+    """
+
+    algorithm: str | None = None
+    max_staleness: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class IterationRecord:
     """A finished iteration: its row of v_iterations, its rows of v_updates, and the counts of its groups."""
 
@@ -71,20 +87,30 @@ def compares_groups(algorithm: str | None) -> bool:
     return built_in is not None and built_in.needs_group
 
 
-def list_failures(failure: Row, agents: Row, run: str) -> list[Trouble]:
-    """Return why episodes failed. `failure` and `agents` are the results of `find_most_frequent_failure` and of
-    `find_most_frequent_agent_error`.
+def list_failures(failure: Row, agents: Row, done: int, run: str) -> list[Trouble]:
+    """Return why episodes failed; as notes if so few failed that nothing is wrong.
+
+    Args:
+        failure, agents: the results of `find_most_frequent_failure` and of `find_most_frequent_agent_error`.
+        done: the number of the run's done episodes. They include those that ended with an agent error.
+        run: the run's name in the commands.
     """
     troubles = []
     if failure:
         failed, error = format_count(failure["failed"], "episode"), one_line(failure["error"], MAX_ERROR_CHARS)
         text = f"{failed} failed, {_part(failure['episodes'], failure['failed'])} with: {error}"
-        troubles.append(Trouble(text, f"agentrl episodes {run} --status {failure['status']}"))
+        is_note = not _is_too_many(failure["failed"], failure["failed"] + done)
+        troubles.append(Trouble(text, f"agentrl episodes {run} --status {failure['status']}", is_note))
     if agents:
         ended, error = format_count(agents["ended"], "episode"), one_line(agents["error"], MAX_ERROR_CHARS)
         text = f"{ended} ended with an agent error, {_part(agents['episodes'], agents['ended'])} with: {error}"
-        troubles.append(Trouble(text, f"agentrl episodes {run} --stop-reason agent_error"))
+        is_note = not _is_too_many(agents["ended"], done)
+        troubles.append(Trouble(text, f"agentrl episodes {run} --stop-reason agent_error", is_note))
     return troubles
+
+
+def _is_too_many(unusable: int, episodes: int) -> bool:
+    return unusable > MAX_UNUSABLE * episodes
 
 
 def _part(count: int, total: int) -> str:
@@ -113,9 +139,8 @@ def list_flat_lines(facts: Row) -> list[str]:
     for part in facts["parts"]:
         lowest, highest = cell(part["least"]), cell(part["most"])
         lines.append(f"  {part['part']}: {lowest if lowest == highest else f'{lowest} to {highest}'}")
-    lines.append(
-        f"  of {facts['episodes']} episodes {facts['called']} made a tool call, {facts['unreadable']} an unreadable one"
-    )
+    episodes = format_count(facts["episodes"], "episode")
+    lines.append(f"  of {episodes} {facts['called']} made a tool call, {facts['unreadable']} an unreadable one")
     example = facts["example"]
     lines.append(f"  example answer: {one_line(example['final_answer'], 100)!r} (agentrl replay {example['id']})")
     tries = [_more_variance(facts["parts"]), "raise --group-size and --temperature"]
@@ -144,85 +169,87 @@ def _equal_parts(flat: int, right: int) -> list[str]:
     return [f"{count} {what}" for count, what in parts if count]
 
 
-def list_health_facts(iteration: Row, right_groups: int, algorithm: str | None) -> list[HealthFact]:
+def list_health_facts(iteration: Row, right_groups: int, terms: HealthTerms) -> list[HealthFact]:
     """Return the facts about an iteration that show whether its run is healthy.
 
     Args:
         iteration: a row of v_iterations.
         right_groups: the number of groups with equal rewards in which an episode is right.
-        algorithm: the run's algorithm; None for a run that does not train.
+        terms: the values of the run's config that decide what is usual.
     """
-    return [fact for _, fact in _iterate_facts(iteration, right_groups, algorithm)]
+    return [*_iterate_facts(iteration, right_groups, terms)]
 
 
-def _iterate_facts(iteration: Row, right_groups: int, algorithm: str | None) -> Iterator[tuple[str, HealthFact]]:
-    """Yield the facts about an iteration, each with its subject."""
+def _iterate_facts(iteration: Row, right_groups: int, terms: HealthTerms) -> Iterator[HealthFact]:
     groups, equal = iteration["groups"], iteration["flat_groups"] - right_groups
-    if groups and compares_groups(algorithm):
+    if groups and compares_groups(terms.algorithm):
         different = f"{groups - iteration['flat_groups']} of {format_count(groups, 'group')} with different rewards"
         parts = [different, *_equal_parts(iteration["flat_groups"], right_groups)]
-        yield "groups", HealthFact(", ".join(parts), equal / groups > MAX_FLAT)
+        yield HealthFact(", ".join(parts), equal / groups > MAX_FLAT)
     if calls := iteration["tool_calls"]:
         errors = iteration["tool_errors"]
-        text = f"{errors} of {format_count(calls, 'tool call')} failed"
-        yield "calls", HealthFact(text, errors / calls > MAX_FAILED_CALLS)
-    usable, episodes = iteration["trainable"], iteration["episodes"]
-    yield "episodes", HealthFact(f"{usable} of {format_count(episodes, 'episode')} usable", usable < episodes)
+        yield HealthFact(f"{errors} of {format_count(calls, 'tool call')} failed", errors / calls > MAX_FAILED_CALLS)
+    if terms.algorithm is not None:
+        usable, episodes = iteration["trainable"], iteration["episodes"]
+        yield HealthFact(f"{usable} of {format_count(episodes, 'episode')} usable", _is_too_many(episodes - usable, episodes))
     if (staleness := iteration["staleness"]) is not None:
         text = f"sampled {format_count(staleness, 'version')} behind" if staleness else "sampled by the newest version"
-        yield "staleness", HealthFact(text, staleness > MAX_STALENESS)
+        yield HealthFact(text, staleness > terms.max_staleness)
     seconds = {name: iteration[f"{name}_seconds"] for name in ("rollout", "update")}
     if times := ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items() if value):
-        yield "seconds", HealthFact(times)
+        yield HealthFact(times)
     if iteration["skipped"]:
-        yield "step", HealthFact(f"update skipped: {iteration['skipped']}", is_off=True)
+        yield HealthFact(f"update skipped: {iteration['skipped']}", is_off=True)
 
 
-def list_update_troubles(run: str, iteration: IterationRecord, algorithm: str | None) -> list[Trouble]:
+def list_update_troubles(run: str, iteration: IterationRecord, terms: HealthTerms) -> list[Trouble]:
     """Return the problems of an iteration: those of its update (the ratio, clipped tokens, the mismatch of sampler and trainer,
-    the effective sample size, the gradient) and those of its episodes (equal rewards, failed tool calls).
+    the effective sample size, the gradient) and those of its episodes (equal rewards, failed tool calls, unusable episodes, an
+    older policy than the run allows).
 
     Args:
         run: the run's name in the commands.
-        algorithm: the run's algorithm; None for a run that does not train.
+        terms: the values of the run's config that decide what is usual.
     """
-    return [trouble for _, trouble in _iterate_troubles(run, iteration, algorithm)]
+    return [trouble for _, trouble in _iterate_troubles(run, iteration, terms)]
 
 
-def _iterate_troubles(run: str, iteration: IterationRecord, algorithm: str | None) -> Iterator[tuple[str, Trouble]]:
+def _iterate_troubles(run: str, iteration: IterationRecord, terms: HealthTerms) -> Iterator[tuple[str, Trouble]]:
     """Yield the problems of an iteration, each with its subject."""
     row, counts = iteration.row, iteration.counts
+    listed = f"agentrl episodes {run} --iteration {row['iteration']}"
     if row["skipped"]:
         yield "step", Trouble(f"The update made no step: {row['skipped']}.")
-    if counts.groups and compares_groups(algorithm):
+    if counts.groups and compares_groups(terms.algorithm):
+        groups = format_count(counts.groups, "group")
         if (equal := counts.flat - counts.right) / counts.groups > MAX_FLAT:
-            text = f"{equal} of {counts.groups} groups have equal rewards and no right episode, so they teach nothing."
-            command = f"agentrl episodes {run} --iteration {row['iteration']} --fate no_variance"
-            yield "groups", Trouble(f"{text} Try easier tasks, or larger groups.", command)
+            text = f"{equal} of {groups} have equal rewards and no right episode, so they teach nothing."
+            yield "groups", Trouble(f"{text} Try easier tasks, or larger groups.", f"{listed} --fate no_variance")
         if counts.right / counts.groups > MAX_SOLVED:
-            text = f"{counts.right} of {counts.groups} groups are solved and have equal rewards, so they teach nothing more."
+            text = f"{counts.right} of {groups} are solved and have equal rewards, so they teach nothing more."
             yield "solved", Trouble(f"{text} {HARDER_TASKS}", is_note=True)
     calls, errors = row["tool_calls"], row["tool_errors"]
     if calls and errors / calls > MAX_FAILED_CALLS:
-        command = f"agentrl episodes {run} --iteration {row['iteration']} --tool-errors 1"
-        yield "calls", Trouble(f"{errors} of {format_count(calls, 'tool call')} failed.", command)
+        yield "calls", Trouble(f"{errors} of {format_count(calls, 'tool call')} failed.", f"{listed} --tool-errors 1")
+    unusable, episodes = row["episodes"] - row["trainable"], row["episodes"]
+    if terms.algorithm is not None and row["status"] == "done" and _is_too_many(unusable, episodes):
+        yield "episodes", Trouble(f"{unusable} of {format_count(episodes, 'episode')} cannot be used.", listed)
+    if row["staleness"] is not None and row["staleness"] > terms.max_staleness:
+        behind = format_count(row["staleness"], "version")
+        yield "staleness", Trouble(f"It was sampled {behind} behind, but the run allows {terms.max_staleness}.")
     for name, (is_off, text) in _RULES.items():
         values = [update[name] for update in iteration.updates if update[name] is not None and is_off(update[name])]
         if values:
             yield name, Trouble(text.format(cell(max(values, key=lambda value: abs(value - 1)))))
 
 
-def list_iteration_troubles(run: str, iterations: Sequence[IterationRecord], algorithm: str | None) -> list[Trouble]:
+def list_iteration_troubles(run: str, iterations: Sequence[IterationRecord], terms: HealthTerms) -> list[Trouble]:
     """Return what was wrong in any of a run's finished iterations: for each kind of problem the newest one, and in how many
     iterations it occurred. See `list_update_troubles` for the arguments.
     """
     by_subject: dict[str, list[tuple[int, Trouble]]] = {}
     for iteration in iterations:
-        troubles = dict(_iterate_troubles(run, iteration, algorithm))
-        for subject, fact in _iterate_facts(iteration.row, iteration.counts.right, algorithm):
-            if fact.is_off and subject not in troubles:
-                troubles[subject] = Trouble(f"{fact.text}.")
-        for subject, trouble in troubles.items():
+        for subject, trouble in _iterate_troubles(run, iteration, terms):
             by_subject.setdefault(subject, []).append((iteration.row["iteration"], trouble))
     summaries = []
     for its in by_subject.values():
@@ -232,23 +259,37 @@ def list_iteration_troubles(run: str, iterations: Sequence[IterationRecord], alg
     return summaries
 
 
-def describe_health(run: Row, iterations: int, troubles: Sequence[Trouble]) -> str:
+def list_checked(iterations: Sequence[IterationRecord], terms: HealthTerms) -> list[str]:
+    """Return what `list_iteration_troubles` can judge in these iterations. Groups are judged only if the algorithm compares
+    their episodes, and their rewards are known.
+    """
+    checked = {
+        "episodes": any(one.row["episodes"] for one in iterations),
+        "groups": compares_groups(terms.algorithm) and any(one.counts.groups for one in iterations),
+        "tool calls": any(one.row["tool_calls"] for one in iterations),
+        "updates": any(one.updates for one in iterations),
+    }
+    return [what for what, is_checked in checked.items() if is_checked]
+
+
+def describe_health(run: Row, iterations: int, checked: Sequence[str], troubles: Sequence[Trouble]) -> str:
     """Return a sentence that says whether something is wrong in a run, also if nothing is.
 
     Args:
         run: a row of v_runs.
         iterations: the number of the run's finished iterations.
+        checked: the result of `list_checked`.
         troubles: all remarks about the run.
     """
     reason = one_line(run["reason"], MAX_ERROR_CHARS).rstrip(".")
     status = f"{run['run']} is {run['status']}{': ' * bool(reason)}{reason}."
     if problems := sum(not trouble.is_note for trouble in troubles):
         return f"{status} {format_count(problems, 'problem')}:"
-    if not iterations:
+    if not checked:
         return f"{status} No iteration has ended, so nothing can be said about its health."
-    what = "episodes, groups, tool calls and updates" if run["kind"] == "train" else "episodes and tool calls"
     which = f"all {iterations} finished iterations" if iterations > 1 else "its finished iteration"
-    return f"{status} Nothing is wrong: in {which}, {what} are in their usual ranges."
+    what = " and ".join([", ".join(checked[:-1]), checked[-1]] if checked[1:] else checked)
+    return f"{status} Nothing unusual: in {which}, {what} are in their usual ranges."
 
 
 def describe_reward_change(change: Row) -> tuple[str, str]:

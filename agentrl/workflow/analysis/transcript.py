@@ -27,7 +27,7 @@ def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
         ("side_call", "side calls, which do not train"),
     ):
         if number := sum(bool(step[name]) for step in record.steps):
-            yield f"  {number} of {len(record.steps)} steps are {meaning}", "yellow"
+            yield f"  {number} of {format_count(len(record.steps), 'step')} are {meaning}", "yellow"
     yield from _tree_lines(record.episode)
     if only is None:
         yield from said_lines([annotation for annotation in record.episode.annotations if annotation.step is None])
@@ -66,7 +66,7 @@ def conversation_lines(steps: Sequence[Step], of_agent: bool = False) -> Iterato
         earlier_results = {result.content for result in step.results or ()}
     prompt, sampled = (sum(len(getattr(step, name)) for step in steps) for name in ("prompt_ids", "sampled_ids"))
     yield "", ""
-    yield f"{len(steps)} turns, {prompt} + {sampled} tokens", "dim"
+    yield f"{format_count(len(steps), 'turn')}, {prompt} + {format_count(sampled, 'token')}", "dim"
 
 
 def _call_row(index: int, call: ToolCall, result: ToolResult | None, kind: str) -> dict[str, Any]:
@@ -141,7 +141,9 @@ def _tree_lines(episode: Episode) -> Iterator[Line]:
         depths |= {step.index: depth + 1 for step in steps}
         begins = ""
         if parent != ROOT:
-            begins = f", from step {parent}" + ("" if first.shared is None else f" ({first.shared} tokens shared)")
+            begins = f", from step {parent}" + (
+                "" if first.shared is None else f" ({format_count(first.shared, 'token')} shared)"
+            )
         why = f": {one_line(first.new_row, 200)}" if first.new_row else ""
         numbers = ", ".join(f"{step.index}{'' if step.delivered else ' (not delivered)'}" for step in steps)
         word = "step" if len(steps) == 1 else "steps"
@@ -234,14 +236,14 @@ def _end_lines(record: Any) -> Iterator[Line]:
     yield f"  reference: {one_line(row['reference'], 400)}", ""
     calls = f"{format_count(row['tool_calls'], 'tool call')} ({format_count(row['tool_errors'], 'error')})"
     yield (
-        f"  {row['steps']} steps, {row['prompt_tokens']} + {row['sampled_tokens']} tokens, {calls}, "
-        f"sampling {row['generate_seconds']:.2f} s, tools {row['tool_seconds']:.3f} s",
+        f"  {format_count(row['steps'], 'step')}, {row['prompt_tokens']} + {format_count(row['sampled_tokens'], 'token')}, "
+        f"{calls}, sampling {row['generate_seconds']:.2f} s, tools {row['tool_seconds']:.3f} s",
         "dim",
     )
 
 
 def _format_part(rows: list[Any]) -> str:
-    by_steps = "" if rows[0]["step"] is None else f" (over {len(rows)} steps)"
+    by_steps = "" if rows[0]["step"] is None else f" (over {format_count(len(rows), 'step')})"
     return f"{cell(sum(row['value'] for row in rows))} x {cell(rows[0]['weight'])}{by_steps}"
 
 

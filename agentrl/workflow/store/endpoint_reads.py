@@ -23,13 +23,14 @@ ENDPOINT = "endpoint"
 class AttemptLocation:
     """The attempt of a key, and the process that serves the attempt's requests.
 
-    `agent` is the id of the attempt's row in `agent_attempts`.
+    `agent` is the id of the attempt's row in `agent_attempts`. `created` is when the run was created, in Unix seconds.
     `over` is the reason why the attempt takes no more requests; it is empty while the attempt takes requests. `address` is the
     "host:port" of the process that holds the episode's group; it is None while no process holds the group.
     """
 
     agent: int
     run: str
+    created: int
     episode: int
     attempt: int
     over: str
@@ -46,6 +47,7 @@ def find_places(tx: Connection, key_hashes: Collection[str]) -> dict[str, Attemp
             agents.c.key_hash,
             agents.c.id,
             runs.c.name,
+            runs.c.created_at,
             agents.c.episode_id,
             agents.c.attempt,
             agents.c.status,
@@ -62,6 +64,7 @@ def find_places(tx: Connection, key_hashes: Collection[str]) -> dict[str, Attemp
         row.key_hash: AttemptLocation(
             row.id,
             row.name,
+            int(row.created_at.timestamp()),
             row.episode_id,
             row.attempt,
             _why_over(row.status, row.attempt, row.newest, row.episode_status),

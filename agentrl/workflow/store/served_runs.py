@@ -38,13 +38,16 @@ _FORKS = schema.episodes.alias("forks")
 
 @dataclass(frozen=True, slots=True)
 class ServedRun:
-    """A run that this process serves: its iteration, claimed by `worker` with the fence `token`."""
+    """A run that this process serves: its iteration, claimed by `worker` with the fence `token`. `created` is when the run was
+    created, in Unix seconds.
+    """
 
     id: int
     name: str
     iteration: int
     token: int
     worker: str
+    created: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +71,9 @@ def open_run(tx: Connection, submission: Submission, worker: str, lease_seconds:
     values = {"status": "running", "worker": worker, "started_at": now, "lease_until": now_ms() + int(lease_seconds * 1000)}
     claim = update(schema.iterations).where(_ITERATIONS.run_id == submitted.id)
     row = tx.execute(claim.values(train_token=1, **values).returning(_ITERATIONS.id)).one()
-    tx.execute(update(schema.runs).where(_RUNS.id == submitted.id).values(started_at=now))
-    return ServedRun(submitted.id, submitted.name, row.id, 1, worker)
+    start = update(schema.runs).where(_RUNS.id == submitted.id).values(started_at=now)
+    created = tx.execute(start.returning(_RUNS.created_at)).scalar_one()
+    return ServedRun(submitted.id, submitted.name, row.id, 1, worker, int(created.timestamp()))
 
 
 @transaction

@@ -146,10 +146,14 @@ class ShownChain(BaseModel):
 
 
 class Advantage(BaseModel):
-    """How an episode's advantage follows from `numbers`. `agrees` is true if it equals the value that the update recorded."""
+    """How an episode's advantage is computed: `how` is `formula` and, if there is one, `calculation` in one sentence. `agrees`
+    is true if the result equals the value that the update recorded.
+    """
 
     value: float | None
     how: str
+    formula: str
+    calculation: str
     algorithm: str | None
     reward: float | None
     group_mean: float | None

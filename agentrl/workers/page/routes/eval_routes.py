@@ -12,6 +12,7 @@ from agentrl.workers.page.routes import Store
 from agentrl.workers.page.shown.shown_texts import cut_rows
 from agentrl.workers.requests.eval_comparison import MEASURES, OTHER_REWARDS, Sides, counted_rewards, list_remarks, load_sides
 from agentrl.workflow.errors import StateError
+from agentrl.workflow.runtime.shown_text import format_count
 from agentrl.workflow.stats.paired_test import PairedComparison
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import eval_results, run_rows
@@ -173,6 +174,6 @@ def _remarks_on_tasks(sides: Sides, compared: int) -> list[str]:
     one, other = (means.keys() for means in sides.means)
     if one == other:
         left = len(one) - compared
-        return [f"{left} tasks are left out: one side has no done episode."] if left else []
+        return [f"{format_count(left, 'task')} left out: one side has no done episode."] if left else []
     remark = f"A has {len(one)} tasks and B {len(other)}, of which {len(one & other)} are in both: only those are compared."
     return [remark]

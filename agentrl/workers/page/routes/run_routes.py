@@ -12,7 +12,7 @@ from agentrl.workers.page.answers import answer
 from agentrl.workers.page.routes import Store
 from agentrl.workers.page.shown.shown_texts import LISTED_CHARS, cut_rows, cut_texts, cut_value
 from agentrl.workers.page.shown.whole_run import list_shown_runs, load_run, typed_run
-from agentrl.workers.requests.run_verdict import judge_iteration
+from agentrl.workers.requests.run_verdict import describe_iteration_groups, judge_iteration, judge_run
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import (
     curves,
@@ -118,6 +118,29 @@ class HealthAnswer(BaseModel):
     facts: list[HealthFactAnswer]
 
 
+class ErrorClass(BaseModel):
+    """A class of errors. `tool` is the tool whose calls failed, empty for calls that could not be read, and null for errors of
+    episodes.
+    """
+
+    error_class: str
+    tool: str | None
+    errors: int
+    episodes: int
+
+
+class VerdictAnswer(BaseModel):
+    """Whether something is wrong in a run; see `run_verdict.RunVerdict`."""
+
+    run: str
+    status: str
+    is_healthy: bool | None
+    sentence: str
+    troubles: list[TroubleAnswer]
+    health: HealthAnswer | None
+    errors: list[ErrorClass]
+
+
 class PartSeconds(BaseModel):
     """A part of the time from the run's start to its end. `share` is its share of this time."""
 
@@ -128,7 +151,7 @@ class PartSeconds(BaseModel):
 
 class WholeRun(BaseModel):
     """What the page of a run shows. `typed` is the name or number of the run, for command lines. `progress` is empty if no
-    iteration is open. `health` is null if no iteration is finished.
+    iteration is open.
     """
 
     run: ListedRun
@@ -137,8 +160,6 @@ class WholeRun(BaseModel):
     manifest: dict[str, Any]
     progress: dict[str, Any]
     waits_for: str
-    troubles: list[TroubleAnswer]
-    health: HealthAnswer | None
     seconds: list[PartSeconds]
     sampled_on: str
     tags: list[str]
@@ -249,17 +270,6 @@ class BesideAnswer(BaseModel):
 
     previous: int | None
     next: int | None
-
-
-class ErrorClass(BaseModel):
-    """A class of errors. `tool` is the tool whose calls failed, empty for calls that could not be read, and null for errors of
-    episodes.
-    """
-
-    error_class: str
-    tool: str | None
-    errors: int
-    episodes: int
 
 
 class LedgerPage(BaseModel):
@@ -418,8 +428,8 @@ def read_iteration(store: Store, run: int, number: int) -> Response:
     """Return an iteration: its metrics, its optimizer steps, its groups, and the episodes with their outcomes."""
     details = store.ask_about_run(run, lambda tx, name: iteration_rows.load_iteration(tx, name, number))
     fields = {"iteration": details.iteration, "updates": details.updates, "groups": [cut_texts(row) for row in details.groups]}
-    counted, troubles = judge_iteration(details, typed_run(run, details.iteration.run))
-    fields |= {"counted": counted, "troubles": [asdict(trouble) for trouble in troubles]}
+    troubles = judge_iteration(details, typed_run(run, details.iteration.run))
+    fields |= {"counted": describe_iteration_groups(details), "troubles": [asdict(trouble) for trouble in troubles]}
     return answer({**fields, "left_out": details.left_out})
 
 
@@ -486,6 +496,12 @@ def list_examples(store: Store, run: int) -> Response:
     """Return the best and the worst episodes of the run's newest iteration with rewards."""
     examples = store.ask_about_run(run, lambda tx, name: evidence_rows.load_run_examples(tx, name))
     return answer({name: cut_rows(rows) for name, rows in examples.items()})
+
+
+@router.get("/runs/{run}/verdict", response_model=VerdictAnswer)
+def read_verdict(store: Store, run: int) -> Response:
+    """Return whether something is wrong in the run, the problems with the commands that help, and the most frequent errors."""
+    return answer(store.ask_about_run(run, lambda tx, name: asdict(judge_run(tx, typed_run(run, name)))))
 
 
 @router.get("/runs/{run}/errors", response_model=list[ErrorClass])

@@ -10,17 +10,13 @@ from dataclasses import asdict
 from typing import Any
 
 from agentrl.workers.page.shown.shown_texts import LISTED_CHARS, SHOWN_CHARS, cut_rows, cut_value
-from agentrl.workers.requests.run_verdict import describe_newest, list_run_troubles
-from agentrl.workflow.analysis.run_health import FLAT_ITERATIONS
 from agentrl.workflow.config import NAME_PATTERN, RunConfig
 from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.reads import run_details, run_rows
 from agentrl.workflow.store.reads.eval_results import count_evals
-from agentrl.workflow.store.reads.iteration_rows import IterationFilter, list_iterations
 from agentrl.workflow.store.reads.label_rows import notes_of
 from agentrl.workflow.store.reads.lineage import find_children, find_sources
 from agentrl.workflow.store.reads.open_work import list_open_work
-from agentrl.workflow.store.reads.paging import Paging
 from agentrl.workflow.store.reads.run_details import StoredConfig, load_summaries
 from agentrl.workflow.store.reads.run_differences import flat_config
 from agentrl.workflow.store.reads.run_seconds import load_run_seconds
@@ -49,8 +45,6 @@ def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
     name = run_rows.run_name(tx, run)
     (shown_run,) = list_shown_runs(tx, [run_rows.run_by_id(tx, run)])
     children = find_children(tx, run, CHILDREN_SHOWN + 1)
-    newest = list_iterations(tx, IterationFilter(name, status="done"), Paging(FLAT_ITERATIONS, sort="-iteration")).rows
-    algorithm = shown_run["algorithm"] if shown_run["kind"] == "train" else None
     work = (asdict(claim) for claim in list_open_work(tx) if claim.run == name) if shown_run["status"] == "running" else ()
     return {
         "run": shown_run,
@@ -59,8 +53,6 @@ def load_run(tx: DriverTransaction, run: int) -> dict[str, Any]:
         "manifest": run_details.load_manifest(tx, run),
         "progress": run_rows.count_progress(tx, name),
         "waits_for": shown_run["waits_for"],
-        "troubles": [asdict(trouble) for trouble in list_run_troubles(tx, shown_run, typed_run(run, name), newest)],
-        "health": asdict(describe_newest(tx, shown_run, newest[0], algorithm)) if newest else None,
         "seconds": load_run_seconds(tx, name, episodes=False),
         "sampled_on": run_rows.why_sampling_on(tx, name),
         "tags": shown_run["tags"],

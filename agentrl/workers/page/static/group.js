@@ -34,16 +34,16 @@ function GroupView({ data }) {
     ${isOne ? html`<h2>Transcript</h2>` : html`<h2>Where they differ</h2>
       <${Parting} data=${data} sorted=${sorted} />
       <div class="controls"><${Select} label="order" value=${order} onChange=${setOrder} options=${[["reward", "best first"], ["id", "as sampled"]]} /><span class="quiet">${plural(sorted.length, "sibling")} side by side${sorted.length > 2 ? ": scroll sideways for those that do not fit" : ""}</span></div>`}
-    ${formula && html`<p class="quiet">Each advantage is <span class="formula">${visible(formula).replace(/: $/, "")}</span>.</p>`}
+    ${formula && html`<p class="quiet">Each advantage is <span class="formula">${visible(formula)}</span>.</p>`}
     ${data.left_out > 0 && html`<p class="quiet">${plural(data.left_out, "more sibling")} not shown.</p>`}
     <div class="siblings">${sorted.map((sibling) => html`<${Sibling} key=${sibling.episode.id} sibling=${sibling} at=${data.parting.at.find((each) => each.episode === sibling.episode.id)} formula=${formula} />`)}</div>`;
 }
 
-/** What the sentences on all advantages begin with, up to the numbers of each; empty where they differ, or stand alone. */
+/** The formula of all advantages; empty if the formulas differ, or one is not applied to numbers. */
 function commonFormula(siblings) {
-  const said = siblings.map((sibling) => sibling.advantage?.how).filter(Boolean);
-  const first = /^.*?: /.exec(said[0] || "")?.[0] || "";
-  return said.length > 1 && said.every((each) => each.startsWith(first)) ? first : "";
+  const advantages = siblings.map((sibling) => sibling.advantage).filter(Boolean);
+  const isCommon = advantages.length > 1 && advantages.every((each) => each.calculation && each.formula === advantages[0].formula);
+  return isCommon ? advantages[0].formula : "";
 }
 
 function Siblings({ rows }) {
@@ -93,6 +93,6 @@ function Sibling({ sibling, at, formula }) {
     ${at && at.step !== null && html`<p class="parts"><span class="quiet">differs from token ${number(at.token_index)} on, in turn ${at.step}: </span><code><mark>${at.token_text === null ? at.token : visible(at.token_text) || "(nothing)"}</mark>${visible(at.next || "").slice(0, 90)}</code></p>`}
     ${sibling.text.map((piece, index) => html`<div key=${index} class=${`piece ${piece.kind}`}>${piece.kind !== "sampled" && html`<span class="quiet">${visible(piece.name || piece.role || piece.kind)}</span>`}<${Text} value=${piece.text} cut=${piece.cut?.text || 0} lines=${14} mono=${piece.kind !== "message"} /></div>`)}
     ${sibling.text_left_out > 0 && html`<p class="quiet">${plural(sibling.text_left_out, "more part")}: open the episode.</p>`}
-    ${sibling.advantage?.how && html`<p class="formula quiet">${visible(sibling.advantage.how.slice(formula.length))}</p>`}
+    ${sibling.advantage?.how && html`<p class="formula quiet">${visible(formula ? sibling.advantage.calculation : sibling.advantage.how)}</p>`}
   </section>`;
 }

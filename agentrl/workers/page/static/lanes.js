@@ -2,10 +2,10 @@
 // Workers and queues over time: what each held when; where a lane is empty it idled.
 
 import { html, useState } from "./vendor/preact.js";
-import { path } from "./data.js";
+import { isThere, path } from "./data.js";
 import { number, plural, seconds, visible } from "./format.js";
-import { go, href, useChoice } from "./route.js";
-import { Asked, useData, useWidth } from "./ui.js";
+import { go, useChoice } from "./route.js";
+import { Asked, openable, useData, useWidth } from "./ui.js";
 
 const LANE = 26;
 const MAX_LEFT = 190;
@@ -15,10 +15,12 @@ export function LanesView({ run, version, row }) {
   const [from, setFrom] = useChoice("from");
   const [to, setTo] = useChoice("to");
   const found = useData(path(`runs/${run}/lanes`, { from, to }), version);
+  const earlier = (data) => ({ from: Math.max(1, data.from - 5), to: Math.max(1, data.from - 1) });
+  const hasEarlier = (data) => data.from > 1 && isThere(path(`runs/${run}/lanes`, earlier(data)));
   return html`<${Asked} of=${found} what="the workers">${(data) => html`
     <div class="controls">
       <span>iterations ${data.from} to ${data.to}</span>
-      <button type="button" disabled=${data.from <= 1} onClick=${() => (setFrom(String(Math.max(1, data.from - 5))), setTo(String(Math.max(1, data.from - 1))))}>← earlier</button>
+      <button type="button" disabled=${!hasEarlier(data)} title=${data.from > 1 && !hasEarlier(data) ? "not in this file" : undefined} onClick=${() => (setFrom(String(earlier(data).from)), setTo(String(earlier(data).to)))}>← earlier</button>
       <button type="button" disabled=${!from && !to} onClick=${() => (setFrom(""), setTo(""))}>newest</button>
     </div>
     ${data.spans.some((span) => span.start) ? html`<${Lanes} data=${data} run=${run} />` : html`<p class="quiet">Nothing was worked on in these iterations.</p>`}
@@ -51,8 +53,8 @@ function Lanes({ data, run }) {
 }
 
 function openSpan(span, run) {
-  if (span.kind === "group") go(href(["group", span.id]));
-  else go(href(["run", run, "iteration", span.iteration]));
+  const address = openable(span.kind === "group" ? ["group", span.id] : ["run", run, "iteration", span.iteration]);
+  if (address) go(address);
 }
 
 /** How much of the time each queue had something to do, on the mean over its lanes. */

@@ -1,5 +1,5 @@
 // @ts-check
-// The overview of a run: how it learns, whether it is healthy, what went wrong, and episodes that show it.
+// The overview of a run: how it learns, whether it is healthy, its errors, and episodes that show it.
 
 import { html } from "./vendor/preact.js";
 import { RewardChart } from "./curves.js";
@@ -18,26 +18,28 @@ export function Overview(given) {
 
 /** A search is one iteration, so that its curves are dots. */
 function SearchOverview({ run, told, live }) {
-  const errors = useData(path(`runs/${run}/errors`), live.version);
-  return html`<${SearchView} run=${run} version=${live.version}>
-    <${Troubles} of=${told.troubles} />
-    ${errors.data?.length > 0 && html`<h2>What went wrong</h2><${Errors} run=${run} typed=${told.typed} rows=${errors.data} />`}
-  <//>`;
+  const verdict = useData(path(`runs/${run}/verdict`), live.version).data;
+  return html`<${SearchView} run=${run} version=${live.version}><${Verdict} of=${verdict} /><${Errors} run=${run} typed=${told.typed} rows=${verdict?.errors} /><//>`;
 }
 
 function LearningOverview({ run, told, row, live, events }) {
   const version = live.version;
   const examples = useData(path(`runs/${run}/examples`), version);
-  const errors = useData(path(`runs/${run}/errors`), version);
+  const verdict = useData(path(`runs/${run}/verdict`), version).data;
   const titled = (rows, word) => rows.map((each, index) => [index ? `${word} ${index + 1}` : word, each]);
-  return html`<${Troubles} of=${told.troubles} />
+  return html`<${Verdict} of=${verdict} />
     ${row.iterations > 1 && html`<${RewardChart} run=${run} name=${row.run} version=${told.evaluations} fresh=${live.fresh} events=${events} />`}
     ${["planned", "running"].includes(row.status) && html`<${Machine} version=${live.loads} />`}
-    ${told.health && html`<${Health} run=${run} of=${told.health} />`}
+    ${verdict?.health && html`<${Health} run=${run} of=${verdict.health} />`}
     ${told.seconds.length > 0 && html`<h2>Where the seconds went</h2><${SecondsBar} parts=${told.seconds.map(({ part, seconds }) => [part, seconds, PART_COLORS[part] || "f-open"])} />`}
-    ${errors.data?.length > 0 && html`<h2>What went wrong</h2><${Errors} run=${run} typed=${told.typed} rows=${errors.data} />`}
+    <${Errors} run=${run} typed=${told.typed} rows=${verdict?.errors} />
     ${examples.data?.best.length > 0 && html`<h2>Episodes of ${row.iterations > 1 ? "the newest iteration" : "this run"}</h2>
       <${Examples} rows=${[...titled(examples.data.best, "best"), ...titled(examples.data.worst, "worst")]} />`}`;
+}
+
+/** Whether something is wrong in the run, as `agentrl changes` says it. */
+function Verdict({ of }) {
+  return of && html`<p>${visible(of.sentence)}</p><${Troubles} of=${of.troubles} />`;
 }
 
 /** One line about the newest iteration that ended. */
@@ -46,7 +48,8 @@ function Health({ run, of }) {
 }
 
 function Errors({ run, typed, rows }) {
+  if (!rows?.length) return null;
   const few = rows.slice(0, 5);
-  return html`<ul class="errors">${few.map((row) => html`<li key=${`${row.error_class} ${row.tool}`}><${Link} to=${["run", run]} query=${{ tab: "episodes", error_class: row.error_class }}><b class="bad">${visible(row.error_class)}</b><//> ${row.tool === null ? "ended" : row.tool ? `of ${visible(row.tool)}: ${plural(row.errors, "time")} in` : `of a call that could not be read: ${plural(row.errors, "time")} in`} ${plural(row.episodes, "episode")}</li>`)}</ul>
+  return html`<h2>Errors</h2><ul class="errors">${few.map((row) => html`<li key=${`${row.error_class} ${row.tool}`}><${Link} to=${["run", run]} query=${{ tab: "episodes", error_class: row.error_class }}><b class="bad">${visible(row.error_class)}</b><//> ${row.tool === null ? "ended" : row.tool ? `of ${visible(row.tool)}: ${plural(row.errors, "time")} in` : `of a call that could not be read: ${plural(row.errors, "time")} in`} ${plural(row.episodes, "episode")}</li>`)}</ul>
     ${!exported() && html`<${Command} line=${`agentrl episodes ${typed} --error ${visible(few[0].error_class).replace(/[^\w.-]/g, "")}`} />`}`;
 }

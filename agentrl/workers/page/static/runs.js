@@ -3,7 +3,7 @@
 
 import { html, useEffect, useState } from "./vendor/preact.js";
 import { Sparkline } from "./chart.js";
-import { listen, path } from "./data.js";
+import { exported, listen, path } from "./data.js";
 import { compact, json, lastPart, number, plural, seconds, visible } from "./format.js";
 import { ListedLabels } from "./labels.js";
 import { Machine } from "./machine.js";
@@ -39,7 +39,7 @@ export function RunsPage() {
   all.splice(all.findIndex(({ key }) => key === "eval") + 1, 0, ...keys.map(configColumn));
   return html`<div class="row base"><h1>Runs</h1><${Connection} is=${connected} /></div>
     <${Machine} version=${loads} hint=${filtered || found.rows?.length > 0} />
-    <div class="controls">
+    ${!exported() && html`<div class="controls">
       <${Search} value=${text} onChange=${setText} label="Search by name" />
       <${Select} label="status" value=${status} onChange=${setStatus} options=${STATES.map((each) => [each, each || "all"])} />
       <${Select} label="kind" value=${kind} onChange=${setKind} options=${KINDS.map((each) => [each, each || "all"])} />
@@ -49,7 +49,7 @@ export function RunsPage() {
         ${chosen.length < 2 ? "compare: choose two or more runs" : `compare ${chosen.length} runs`}
       </button>
     </div>
-    <${Fold} summary="columns" open=${Boolean(cols)}><${ColumnChooser} columns=${all} names=${names} set=${(next) => setCols(next.join(","))} /><//>
+    <${Fold} summary="columns" open=${Boolean(cols)}><${ColumnChooser} columns=${all} names=${names} set=${(next) => setCols(next.join(","))} /><//>`}
     <${Asked} of=${found} what="the runs">
       ${() => html`<${Table}
           caption="Runs"
@@ -58,7 +58,7 @@ export function RunsPage() {
           rowKey=${(row) => row.id}
           to=${runAddress}
           sort=${sort || "-id"}
-          onSort=${(next) => setSort(next === "-id" ? "" : next)}
+          onSort=${exported() ? undefined : (next) => setSort(next === "-id" ? "" : next)}
           empty=${filtered ? "No run matches." : "There is no run yet. Make one: agentrl submit --dataset arithmetic --model tiny"}
         /><${More} of=${found} />`}
     <//>`;

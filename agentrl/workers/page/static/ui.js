@@ -82,7 +82,7 @@ export function useTitle(title) {
 /** A link inside of the page; where the exported file does not have what it leads to, its words alone. */
 export function Link({ to, query, children, ...rest }) {
   const address = openable(to, query);
-  if (!address) return html`<span class=${rest.class} title=${rest.title || "not in this file"}>${children}</span>`;
+  if (!address) return html`<span class=${rest.class} title=${rest.title ? `${rest.title}: not in this file` : "not in this file"}>${children}</span>`;
   return html`<a href=${address} ...${rest}>${children}</a>`;
 }
 
@@ -93,15 +93,22 @@ export function KeyLink({ rel, children, ...rest }) {
 
 /** The address of a place, or undefined where an exported file does not have it. */
 export function openable(parts, query) {
-  return isThere(askedAt(parts)) ? href(parts, query) : undefined;
+  return isThere(askedAt(parts, query)) ? href(parts, query) : undefined;
 }
 
-/** What a place asks for first. */
-function askedAt([kind, id, what, part]) {
+/**
+ * What a place asks for first. A list with filters asks for the filtered list.
+ * @param {any[]} parts
+ * @param {Record<string, any>} [query]
+ */
+function askedAt([kind, id, what, part], { tab, candidate, ...filter } = {}) {
   if (kind === "group" || kind === "episode") return path(`${kind}s/${id}`);
   if (kind === "compare" || kind === "sql") return path(kind);
-  if (kind !== "run") return path("store");
-  return path(part === undefined ? `runs/${id}` : `runs/${id}/${what}s/${part}`);
+  const isFiltered = Object.keys(filter).length > 0;
+  if (kind !== "run") return isFiltered ? path("runs", { ...filter, size: 50 }) : path("store");
+  if (part !== undefined) return path(`runs/${id}/${what}s/${part}`);
+  if (candidate !== undefined) return path(`runs/${id}/search/${candidate}`);
+  return isFiltered ? path(`runs/${id}/${tab}`, { ...filter, size: 50 }) : path(`runs/${id}`);
 }
 
 /** Tabs whose choice stands in the address. */

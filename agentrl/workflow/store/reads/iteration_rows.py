@@ -10,7 +10,7 @@ from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.stats.group_variance import mean_and_deviation
 from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.changes import OF_RUN, since_values
-from agentrl.workflow.store.reads.credit_rows import load_rewards_in
+from agentrl.workflow.store.reads.credit_rows import load_algorithm, load_rewards_in
 from agentrl.workflow.store.reads.paging import (
     BY_NUMBER,
     Page,
@@ -20,7 +20,6 @@ from agentrl.workflow.store.reads.paging import (
     select_values,
     storable_value,
 )
-from agentrl.workflow.store.reads.run_details import load_algorithms
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.solved_rule import MEMBERS, load_rule
 from agentrl.workflow.tables.views import IterationRow, UpdateRow
@@ -84,7 +83,7 @@ returned.
 class IterationDetails:
     """An iteration with its optimizer steps and groups. `left_out` is the number of groups that are missing because of the
     limit MAX_EPISODES. `flat` is the number of all groups with equal rewards, and `right` the number of these in which an
-    episode is right. `algorithm` is that of the run; None if the run does not train.
+    episode is right. `algorithm` and `max_staleness` are those of the run's config; None and 0 if the run does not train.
     """
 
     iteration: IterationRow
@@ -94,6 +93,7 @@ class IterationDetails:
     flat: int
     right: int
     algorithm: str | None
+    max_staleness: int
 
 
 @sql_read_transaction
@@ -101,7 +101,7 @@ def load_iteration(tx: Any, run: str, number: int) -> IterationDetails:
     """Return an iteration by its number, counted from 1. Raise NotFoundError if there is no such run or iteration."""
     run_row = run_id_and_name(tx, run)
     iteration = find_iteration(tx, run_row, number)
-    number_id = iteration["id"]
+    number_id, is_training = iteration["id"], iteration["kind"] == "train"
     groups = [dict(row) for row in select_rows(tx, _GROUPS, iteration=number_id, run=run_row["id"])]
     chosen_groups = _choose_groups(groups)
     episodes = _load_episodes(tx, run_row["id"], [group["id"] for group in chosen_groups])
@@ -125,16 +125,24 @@ def load_iteration(tx: Any, run: str, number: int) -> IterationDetails:
         left_out=len(groups) - len(chosen_groups),
         flat=len(flat),
         right=len(solved.intersection(flat)),
-        algorithm=load_algorithms(tx, [run_row["id"]])[run_row["id"]] if iteration["kind"] == "train" else None,
+        algorithm=load_algorithm(iteration["config"])[0] if is_training else None,
+        max_staleness=read_max_staleness(iteration["config"]) if is_training else 0,
     )
 
 
+def read_max_staleness(config: Mapping[str, Any]) -> int:
+    """Return the most versions by which the sampler may be behind, as in a run's stored config; 0 if it says none."""
+    rollout = config.get("rollout")
+    value = rollout.get("max_staleness") if isinstance(rollout, Mapping) else None
+    return value if isinstance(value, int) else 0
+
+
 def find_iteration(tx: Any, run_row: Row, number: int) -> Row:
-    """Return the id of an iteration, and the kind and the reward set of its run. Call this inside a transaction. `run_row` has
-    the run's id and name. Raise NotFoundError if there is no such iteration.
+    """Return the id of an iteration, and the kind, the reward set and the config of its run. `run_row` has the run's id and
+    name. Call this inside a transaction. Raise NotFoundError if there is no such iteration.
     """
     query = """
-        SELECT i.id, r.kind, r.reward_set FROM iterations i JOIN runs r ON r.id = i.run_id
+        SELECT i.id, r.kind, r.reward_set, r.config FROM iterations i JOIN runs r ON r.id = i.run_id
         WHERE i.run_id = :run AND i.number = :number"""
     iterations = select_rows(tx, query, run=run_row["id"], number=storable_value(number) - 1)
     if not iterations:

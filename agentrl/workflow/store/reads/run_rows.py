@@ -67,6 +67,13 @@ def list_runs(tx: Any, chosen: RunFilter | None = None, paging: Paging | None = 
 
 
 @sql_read_transaction
+def count_planned_evals(tx: Any) -> int:
+    """Return the number of evaluations that runs planned themselves. `list_runs` leaves them out."""
+    count: int = select_rows(tx, "SELECT count(*) AS n FROM runs WHERE measures_id IS NOT NULL")[0]["n"]
+    return count
+
+
+@sql_read_transaction
 def list_run_names(tx: Any, begin: str, limit: int) -> list[Row]:
     """Return the name, kind and status of the newest runs whose name begins with `begin`. Evaluations are included."""
     query = "SELECT name, kind, status FROM runs WHERE name LIKE :begin ESCAPE '!' ORDER BY id DESC LIMIT :limit"

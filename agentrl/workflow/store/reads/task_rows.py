@@ -278,12 +278,32 @@ def load_solved(tx: Any, run: str = "") -> dict[str, SolvedCount]:
 def _add_run(tx: Any, run_id: int, counts: dict[str, SolvedCount]) -> None:
     rule = load_rule(tx, run_id, "default")
     query = f"""
-        SELECT t.content_hash, count(*) AS episodes, sum(CASE WHEN {rule.condition("e")} THEN 1 ELSE 0 END) AS rights
-        FROM episodes e JOIN tasks t ON t.id = e.task_id
-        WHERE e.run_id = :id AND e.status = 'done' AND e.reward IS NOT NULL GROUP BY t.content_hash"""
+        SELECT t.content_hash, {_count_right(rule)} FROM episodes e JOIN tasks t ON t.id = e.task_id
+        WHERE e.run_id = :id AND {_JUDGED} GROUP BY t.content_hash"""
     for row in select_rows(tx, query, id=run_id, **rule.parameters):
         before = counts.get(row["content_hash"], SolvedCount())
         counts[row["content_hash"]] = SolvedCount(before.episodes + row["episodes"], before.right + int(row["rights"]))
+
+
+_JUDGED = "e.status = 'done' AND e.reward IS NOT NULL"
+
+
+def _count_right(rule: SolvedRule) -> str:
+    return f"count(*) AS episodes, sum(CASE WHEN {rule.condition('e')} THEN 1 ELSE 0 END) AS rights"
+
+
+@sql_read_transaction
+def count_right_episodes(tx: Any, run: str, tasks: Iterable[int]) -> dict[int, SolvedCount]:
+    """Return how many done episodes of the run's groups each task has, and how many of them are correct, by the task's id. A
+    task without done episodes is left out. Raise NotFoundError if there is no such run.
+    """
+    run_id = run_id_and_name(tx, run)["id"]
+    rule = load_rule(tx, run_id)
+    query = f"""
+        SELECT m.task_id, {_count_right(rule)} FROM ({MEMBERS}) m JOIN episodes e ON e.group_id = m.id
+        WHERE m.task_id IN ({among(tasks)}) AND {_JUDGED} GROUP BY m.task_id"""
+    rows = select_rows(tx, query, run_id=run_id, **rule.parameters)
+    return {row["task_id"]: SolvedCount(row["episodes"], int(row["rights"])) for row in rows}
 
 
 @sql_read_transaction
