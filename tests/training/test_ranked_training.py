@@ -255,7 +255,7 @@ def test_ranks_and_command_end_together(tmp_path: Path) -> None:
     said, ranks = read_until(second, "step 10/24")
     assert "resuming at step 4 of 24" in said
     os.kill(ranks[1], signal.SIGKILL)
-    said = read_rest(second, 12)
+    said = read_rest(second, RankLost.exit_code)
     assert "Rank 1 of 2 ended in the training with signal 9.\n  To continue from the last checkpoint, type" in said
     wait_for_end(ranks)
     third = begin(loud)
