@@ -1,7 +1,11 @@
 """Ranks: an update by several processes is the update of one, and they die together."""
 
 import json
+import socket
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +16,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from agentrl.workers.ranks import rank_group
-from agentrl.workers.ranks.rank_group import RankGroup
-from agentrl.workers.ranks.rank_messages import decode_groups, encode_groups
+from agentrl.workers.ranks.rank import RankReplies
+from agentrl.workers.ranks.rank_group import Rank, RankGroup
+from agentrl.workers.ranks.rank_messages import RankCommand, decode_groups, encode_groups
 from agentrl.workers.ranks.ranked_trainer import RankedTrainer
 from agentrl.workflow import checkpoints, trainers
 from agentrl.workflow.checkpoints import sha256_file
 from agentrl.workflow.config import RunConfig, build
-from agentrl.workflow.errors import BrokenCheckpoint, ConfigError, InfraError
+from agentrl.workflow.errors import BrokenCheckpoint, ConfigError, InfraError, RankLost
 from agentrl.workflow.models.devices import devices_of_ranks
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import settings
@@ -157,6 +162,23 @@ def test_ranks_that_hang_are_killed(group: RankGroup, folder: Path, monkeypatch:
     with pytest.raises(InfraError, match="In the last 4 s, none of 2 ranks began a microbatch"):
         trainer.update(groups_of(), 0)
     assert not group.is_alive
+
+
+def test_rank_that_uses_files_may_begin_no_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large checkpoint may take longer than the time after which a rank counts as hanging; nothing else may."""
+    monkeypatch.setattr(rank_group, "LEASES_WITHOUT_PROGRESS", 0.3 / settings().lease_seconds)
+    ours, theirs = socket.socketpair()
+    replies, group = RankReplies(theirs), RankGroup(["cpu"], None, [Rank(None, ours)])
+    ranks = Ranks(0, 2, replies.count_microbatch, replies.report_files)
+    ranks.report_progress()
+    with ours.dup(), theirs, ThreadPoolExecutor(1) as thread:  # the copy: if the worker is gone, a rank ends its process
+        with ranks.using_files():
+            results = thread.submit(group.call, RankCommand("training"), threading.Event())
+            time.sleep(0.8)
+        replies.send({"result": "trained"})
+        assert results.result(10) == ["trained"]
+        with pytest.raises(RankLost, match="none of 1 ranks began a microbatch"):
+            group.call(RankCommand("training"), threading.Event())
 
 
 @pytest.mark.slow

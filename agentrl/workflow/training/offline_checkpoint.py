@@ -173,14 +173,15 @@ def open_resumable(
         return
     with _lock_folder(place, target):
         last = place / LAST
-        checkpoints.repair_folder(last)
         resumable = Resumable(last, key, every, clock)
-        try:
-            _check(last, key, target)
-        except (CheckpointError, ConflictError):
-            if not overwrite:
-                raise
-            resumable.drop()
+        with ranks.using_files():
+            checkpoints.repair_folder(last)
+            try:
+                _check(last, key, target)
+            except (CheckpointError, ConflictError):
+                if not overwrite:
+                    raise
+                resumable.drop()
         ranks.agree(key, "examples, models or options")
         yield resumable
         shutil.rmtree(place, ignore_errors=True)
