@@ -185,7 +185,7 @@ def test_rank_that_uses_files_may_begin_no_microbatch(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("gone_astray", "The 2 ranks made different updates"),
+        ("gone_astray", "The 2 ranks have different updates"),
         ("out_of_memory", r"Memory does not suffice for one row of \d+ tokens"),
     ],
 )

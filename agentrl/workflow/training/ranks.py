@@ -123,7 +123,7 @@ class Ranks:
 
     def agree(self, value: Any, what: str) -> None:
         """Wait for all ranks. Raise RankLost if their values, which the text `what` names, differ."""
-        if any(other != value for other in self.gather(value)):
+        if len(set(map(repr, self.gather(value)))) > 1:  # as text, in which NaN equals NaN
             raise RankLost(f"The {self.count} ranks have different {what}.", "Check the devices of the ranks.")
 
     def compare_weights(self, parameters: Iterable[nn.Parameter]) -> None:
