@@ -2,6 +2,7 @@
 
 import json
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from torch import Tensor
 from agentrl.workers.ranks import rank_group
 from agentrl.workers.ranks.rank import RankReplies
 from agentrl.workers.ranks.rank_group import Rank, RankGroup
-from agentrl.workers.ranks.rank_messages import RankCommand, decode_groups, encode_groups
+from agentrl.workers.ranks.rank_messages import RankCommand, decode_groups, encode_error, encode_groups
 from agentrl.workers.ranks.ranked_trainer import RankedTrainer
 from agentrl.workflow import checkpoints, trainers
 from agentrl.workflow.checkpoints import sha256_file
@@ -179,6 +180,27 @@ def test_rank_that_uses_files_may_begin_no_microbatch(monkeypatch: pytest.Monkey
         assert results.result(10) == ["trained"]
         with pytest.raises(RankLost, match="none of 1 ranks began a microbatch"):
             group.call(RankCommand("training"), threading.Event())
+
+
+@pytest.mark.parametrize(
+    ("script", "has_ended", "reason"),
+    [
+        ("exit 3", True, "Rank 1 of 2 ended in the update with exit code 3"),
+        ("sleep 0.2; kill -9 $$", False, "Rank 1 of 2 ended in the update with signal 9"),
+        ("sleep 0.2; exit 3", False, "Rank 0 failed: RuntimeError: Connection closed by peer"),
+    ],
+)
+def test_rank_error_is_explained_by_another_lost_rank(script: str, has_ended: bool, reason: str) -> None:
+    """Rank 0 has reported an error and ended with 1. Only a rank that ended before that, or is killed, explains the error."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    processes = [subprocess.Popen(["sh", "-c", each], start_new_session=True) for each in ("exit 1", script)]
+    for process in processes[: 1 + has_ended]:
+        process.wait()
+    group = RankGroup(["cpu"] * 2, None, [Rank(process, ours) for process, (ours, _) in zip(processes, pairs, strict=True)])
+    with pairs[0][1] as link, pairs[1][1]:
+        RankReplies(link).send({"error": encode_error(RuntimeError("Connection closed by peer"))})
+        with pytest.raises(RankLost, match=reason):
+            group.call(RankCommand("update"), threading.Event())
 
 
 @pytest.mark.slow

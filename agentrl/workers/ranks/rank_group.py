@@ -222,14 +222,18 @@ class RankGroup:
         return received
 
     def _cause(self, number: int, error: Mapping[str, str], name: str) -> AgentRLError:
-        """Return the error that a rank reported. If another rank was killed, return that: the error is a consequence."""
+        """Return the error that a rank reported. If it is the consequence of another rank's end, return that.
+
+        It is a consequence if another rank ended before the error, or was killed (for example out of memory), which may
+        be seen a little later. Another end that is seen later may itself be a consequence.
+        """
+        others = {other: rank.process for other, rank in enumerate(self._ranks) if other != number and rank.process is not None}
+        ended = [] if error["class"] else [other for other, process in others.items() if process.poll()]
         deadline = time.monotonic() + (0 if error["class"] else END_SECONDS)
-        while time.monotonic() < deadline:
-            for other, rank in enumerate(self._ranks):
-                if rank.process is not None and rank.process.poll():
-                    return self._lost_error(other, name)
+        while not ended and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS / 10)
-        return decode_error(error, number, self._ranks[number].host)
+            ended = [other for other, process in others.items() if process.poll() == -signal.SIGKILL]
+        return self._lost_error(ended[0], name) if ended else decode_error(error, number, self._ranks[number].host)
 
     def _note_progress(self, rank: Rank, values: Mapping[str, Any], progressed: float) -> float:
         """Note a line of a rank. Return the time of the last progress: a result, another microbatch, or the beginning or end of
