@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -159,23 +159,29 @@ def test_ranks_that_differ_leave_an_equal_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_hanging_or_failing_ranks_end_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_or_unequal_ranks_end_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tiny_random(tmp_path / "base")
-    monkeypatch.setattr(rank_group, "LEASES_WITHOUT_PROGRESS", 2 / settings().lease_seconds)
-    hanging = partial(sft, DatasetConfig(name=f"{rank_plugins.__name__}:stuck"), model=str(base), recipe=RECIPE, max_tasks=8)
-    with pytest.raises(RankLost, match=r"In the last 2 s, none of 2 ranks began a microbatch\. To continue"):
-        together(2, hanging, LearnedEpisode(), config=model_of(base), target=tmp_path / "made")
-    failing = partial(sft, ARITHMETIC, model=str(base), recipe=RECIPE, max_tasks=8)
-    with pytest.raises(DatasetError, match="fits into 4 tokens"):
-        together(2, failing, LearnedEpisode(), config=model_of(short(base)), target=tmp_path / "made")
+    options = {"model": str(base), "recipe": RECIPE, "max_tasks": 8, "config": model_of(base), "target": tmp_path / "made"}
+    hanging = partial(sft, DatasetConfig(name=f"{rank_plugins.__name__}:stuck"), **options)
+    with pytest.raises(RankLost, match=r"In the last \d+ s, none of 2 ranks began a microbatch\. To continue"):
+        together(2, hanging, ImpatientAfterTwoSteps(monkeypatch))
+    unequal = partial(sft, DatasetConfig(name=f"{rank_plugins.__name__}:unequal"), **options)
+    with pytest.raises(DatasetError, match=r"^The 2 ranks have different examples\. The dataset must yield the same rows"):
+        together(2, unequal, LearnedEpisode())
     assert not (tmp_path / "made").exists()
 
 
-def short(base: Path) -> Path:
-    """Make the model read four tokens only."""
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4}))
-    return base
+class ImpatientAfterTwoSteps(LearnedEpisode):
+    """From then on, ranks that begin no microbatch for two seconds, in which they report twice that they run, hang."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self._monkeypatch = monkeypatch
+
+    def step(self, done: int, steps: int, tokens: int, metrics: Mapping[str, float]) -> None:
+        """After each."""
+        if done == 2:
+            self._monkeypatch.setattr(rank_group, "LEASES_WITHOUT_PROGRESS", 2 / settings().lease_seconds)
 
 
 def test_training_reaches_ranks_with_all_arguments(tmp_path: Path) -> None:

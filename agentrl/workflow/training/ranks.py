@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from agentrl.workflow.errors import RankLost
+from agentrl.workflow.errors import AgentRLError, RankLost
 from agentrl.workflow.training.reports import Metrics, add_up
 
 T = TypeVar("T")
@@ -121,10 +121,16 @@ class Ranks:
         dist.all_gather(buffers, torch.frombuffer(bytearray(data.ljust(MAX_VALUE_BYTES)), dtype=torch.uint8))
         return [json.loads(buffer.numpy().tobytes()) for buffer in buffers]
 
-    def agree(self, value: Any, what: str) -> None:
-        """Wait for all ranks. Raise RankLost if their values, which the text `what` names, differ."""
+    def agree(
+        self,
+        value: Any,
+        what: str,
+        error: type[AgentRLError] = RankLost,
+        hint: str = "Check the devices of the ranks.",
+    ) -> None:
+        """Wait for all ranks. Raise the error if their values, which the text `what` names, differ."""
         if len(set(map(repr, self.gather(value)))) > 1:  # as text, in which NaN equals NaN
-            raise RankLost(f"The {self.count} ranks have different {what}.", "Check the devices of the ranks.")
+            raise error(f"The {self.count} ranks have different {what}.", hint)
 
     def compare_weights(self, parameters: Iterable[nn.Parameter]) -> None:
         """Wait for all ranks. Raise RankLost if their weights differ."""
