@@ -187,6 +187,15 @@ def open_resumable(
         shutil.rmtree(place, ignore_errors=True)
 
 
+def remove_empty_folder(target: Path) -> None:
+    """Remove the folder of the training of the model `target` if it is empty and no process uses it. Rank 0 leaves it if it is
+    killed before its first checkpoint.
+    """
+    if (place := _place(target)).is_dir():
+        with suppress(CheckpointError, ConflictError), _lock_folder(place, target):
+            pass
+
+
 def _compare_keys(ranks: Ranks, key: str) -> None:
     """Raise DatasetError if the ranks have different keys. Their models and recipes are equal, so their examples differ."""
     hint = "The dataset must yield the same rows in each process: without unseeded random numbers, or the order of a set."
