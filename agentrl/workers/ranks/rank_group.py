@@ -101,18 +101,17 @@ class RankGroup:
         With a `meeting`, wait for the ranks of other hosts, and raise what `HostMeeting.gather` raises.
         """
         group = cls(tuple(devices), meeting)
-        if meeting is None:
-            # The ranks find each other by a file in memory. It has no name, so only they can open it, and it ends with them.
-            store = os.memfd_create("agentrl-ranks")
-            group._start_ranks(len(devices), f"file:///proc/self/fd/{store}", LOOPBACK, store)
-            os.close(store)
-        else:
-            hosts = meeting.gather(devices[0].partition(":")[0])
-            try:
-                group._start_with(hosts)
-            except BaseException:
-                group.close()
-                raise
+        try:
+            if meeting is None:
+                # The ranks find each other by a file in memory. It has no name, so only they can open it. It ends with them.
+                store = os.memfd_create("agentrl-ranks")
+                group._start_ranks(len(devices), f"file:///proc/self/fd/{store}", LOOPBACK, store)
+                os.close(store)
+            else:
+                group._start_with(meeting.gather(devices[0].partition(":")[0]))
+        except BaseException:
+            group.close()
+            raise
         log.info("started %d ranks on %s", len(devices), ", ".join(devices))
         return group
 
