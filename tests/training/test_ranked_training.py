@@ -30,7 +30,7 @@ from agentrl.workflow.models.lookup import base_hash
 from agentrl.workflow.settings import settings
 from agentrl.workflow.training.offline_training import Recipe, Start, TrainedModel
 from agentrl.workflow.training.preference import dpo
-from agentrl.workflow.training.supervised import sft, sft_on_episodes
+from agentrl.workflow.training.supervised import default_recipe, sft, sft_on_episodes
 from tests.support import rank_plugins
 from tests.support.learned_episodes import LearnedEpisode, start_of, two_turns
 from tests.support.real_stack import children_of
@@ -246,11 +246,13 @@ def wait_for_end(pids: list[int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_ranks_and_command_end_together(tmp_path: Path) -> None:
+def test_ranks_and_command_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command is killed, then a rank, and then somebody presses Ctrl-C; the model is that of an undisturbed training."""
-    tiny_random(tmp_path / "base")
-    read_rest(begin(tmp_path / "quiet"), 0)
-    loud = tmp_path / "loud"
+    base, loud = tiny_random(tmp_path / "base"), tmp_path / "loud"
+    recipe = replace(default_recipe(str(base), full=True), steps=24, batch_size=4)
+    training = partial(sft, ARITHMETIC, model=str(base), max_tasks=8, config=ModelConfig(path=str(base)), recipe=recipe)
+    monkeypatch.setenv("AGENTRL_THREADS", "1")
+    quiet = together(2, training, LearnedEpisode(), target=tmp_path / "quiet")
     first = begin(loud)
     _, ranks = read_until(first, "step 6/24")
     assert len(ranks) == 2
@@ -272,5 +274,5 @@ def test_ranks_and_command_end_together(tmp_path: Path) -> None:
     (stopped,) = re.findall(r"Stopped after step (\d+) of 24; the same command goes on there\.", said)
     wait_for_end(ranks)
     assert f"resuming at step {stopped} of 24" in read_rest(begin(loud), 0)
-    assert base_hash(loud / "made") == base_hash(tmp_path / "quiet" / "made")
+    assert base_hash(loud / "made") == base_hash(quiet.folder)
     assert [entry.name for entry in loud.iterdir()] == ["made"]
