@@ -2,7 +2,7 @@
 
 Exit codes: 0 done, 1 failed, 2 invalid input, 3 an object exists and differs, 4 a service is not available, 5 not found,
 6 wrong state, 7 access denied, 8 model, 9 checkpoint, 10 no sandbox, 11 workers that lack something that a run needs,
-12 a device or a rank failed, 130 interrupted.
+12 a device failed, 13 a rank failed, 130 interrupted.
 """
 
 import os

@@ -125,8 +125,8 @@ class DeviceLost(AgentRLError):
 
     exit_code = 12
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"This process lost its device: {reason}.", "Restart the process.")
+    def __init__(self, message: str, hint: str = "", reason: str = "") -> None:
+        super().__init__(message, hint)
         self.reason = reason
 
 
@@ -145,8 +145,8 @@ class ToolTimeout(ToolFailure):
 class CodeFailure(ToolFailure):
     """Model-written code that failed. `status` says how the code ended (see `sandbox.Status`)."""
 
-    def __init__(self, message: str, status: str) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, hint: str = "", status: str = "error") -> None:
+        super().__init__(message, hint)
         self.error_class = "code_error" if status == "error" else status
 
 
@@ -167,7 +167,7 @@ class InfraError(AgentRLError):
 class RankLost(InfraError):
     """A rank, one of several processes that train together, that ended, failed or hangs."""
 
-    exit_code = 12
+    exit_code = 13
 
 
 class Unready(InfraError):

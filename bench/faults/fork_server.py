@@ -287,13 +287,13 @@ def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     words = list(request["words"])
     if WITHOUT_SERVER not in words:
-        _start_server(request["forked_modules"])
+        start_server(request["forked_modules"])
     _open_streams("-u" in words[:2] or bool(os.environ.get("PYTHONUNBUFFERED")))
     _exit(_run(words))
 
 
-def _start_server(forked_modules: Collection[str]) -> None:
-    """Give this process, in which nothing has begun yet, a fork server of its own, and let it fork these modules."""
+def start_server(forked_modules: Collection[str] = FORKED) -> None:
+    """Give this process, in which no thread has begun yet, a fork server of its own, and let it fork these modules."""
     global _own_server
     ours, theirs = socket.socketpair()
     if os.fork() == 0:

@@ -15,9 +15,10 @@ import pytest
 import agentrl
 from agentrl.api import command_process
 from agentrl.api.store import StoreLocation
+from agentrl.workflow import errors
 from agentrl.workflow.config import build
 from agentrl.workflow.datasets import load_tasks
-from agentrl.workflow.errors import ConfigError, DatasetError, NotFoundError, ServiceError, StateError
+from agentrl.workflow.errors import AgentRLError, ConfigError, DatasetError, NotFoundError, ServiceError, StateError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store import planning
@@ -287,8 +288,17 @@ def test_trainer_error_keeps_its_class() -> None:
         said = f"agentrl: {error.message}\n" + (f"  {error.hint}\n" if error.hint else "")
         back = command_process.error_of(error.exit_code, said)
         assert (back.exit_code, back.message, back.hint) == (error.exit_code, error.message, error.hint)
-    assert type(command_process.error_of(1, "")) is agentrl.AgentRLError
     assert str(command_process.error_of(77, "")) == "The command ended with 77."
+
+
+def test_every_exit_code_is_converted_to_its_error() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, AgentRLError)]
+    for kind in kinds:
+        error = kind("It failed.", "Try again.")
+        back = command_process.error_of(kind.exit_code, f"agentrl: {error.message}\n  {error.hint}\n")
+        assert (back.exit_code, str(back)) == (kind.exit_code, "It failed. Try again."), kind
+        if "exit_code" in vars(kind) and kind is not DatasetError:  # which shares ConfigError's code
+            assert type(back) is kind
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from sqlalchemy import text
 
 from agentrl.workers.stack import supervisor
 from agentrl.workers.stack.supervisor import SupervisedProcess, Supervisor
-from agentrl.workflow.errors import DeviceLost
+from agentrl.workflow.errors import AgentRLError, DeviceLost, RankLost
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.store import blocked_runs, rollout_claims, steps, train_claims
 from agentrl.workflow.store.connect import Database
@@ -60,11 +60,13 @@ def test_lost_worker_event_names_signal_and_claims(tmp_path: Path, own_database:
     assert len(lost_events(own_database)) == 3
 
 
-def test_supervisor_restarts_worker_with_failed_device_silently(
-    tmp_path: Path, own_database: Database, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("error", "events"), [(DeviceLost, 0), (RankLost, 1)])
+def test_supervisor_records_no_loss_of_worker_with_failed_device(
+    tmp_path: Path, own_database: Database, monkeypatch: pytest.MonkeyPatch, error: type[AgentRLError], events: int
 ) -> None:
+    """Only a worker with a failed device has recorded its end itself."""
     start(own_database, submission())
-    with subprocess.Popen(["sh", "-c", f"exit {DeviceLost.exit_code}"]) as process:
+    with subprocess.Popen(["sh", "-c", f"exit {error.exit_code}"]) as process:
         process.wait()
     watching, started = Supervisor(Settings(home=tmp_path)), list[str]()
     monkeypatch.setattr(watching, "_start", lambda role: (started.append(role), process)[1])
@@ -72,7 +74,7 @@ def test_supervisor_restarts_worker_with_failed_device_silently(
     watching._restart_ended(lived_long)  # at once
     watching.news.join()
     assert started == ["rollout,train"]
-    assert lost_events(own_database) == []
+    assert len(lost_events(own_database)) == events
 
 
 @pytest.mark.parametrize("of_memory", [False, True])

@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 import sqlite3
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -189,6 +190,15 @@ def test_block_reader_accepts_error_shown_in_document(shell: UserShell) -> None:
 
 
 @pytest.mark.slow
+def test_shell_kills_command_that_takes_too_long(shell: UserShell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the process outlives its test, and Python's warning of it fails a later one."""
+    monkeypatch.setattr("tests.support.user_shell.SECONDS", 0.5)
+    with pytest.raises(subprocess.TimeoutExpired):
+        shell.run("echo $$ >pid; sleep 600; true")
+    pid = (shell.folder / "pid").read_text().strip()
+    assert not Path(f"/proc/{pid}").exists()
+
+
 def test_block_reader_keeps_variables_and_files(shell: UserShell) -> None:
     later = "```console\n$ cat word.txt; echo $WORD\none\ntwo\n```\n"
     assert read_text(shell, f"```sh\nexport WORD=two\necho one > word.txt\n```\n\n{later}") == []

@@ -113,6 +113,7 @@ def test_sql_command_obeys_ctrl_c_within_long_instruction(store_home: Path) -> N
         assert process.wait(30) == 130
     finally:
         process.kill()
+        process.wait()
 
 
 ATTACKS = {

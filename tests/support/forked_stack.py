@@ -19,6 +19,7 @@ from agentrl.workflow.store import leases
 from bench.faults.fork_server import Child, Nursery
 from tests.conftest import copy_store, missing
 from tests.support.real_stack import Stack
+from tests.support.user_shell import killed_on_error
 
 TOGETHER = ("rollout,train", "tools", "control")
 """The workers of an embedded stack."""
@@ -58,8 +59,10 @@ class ForkedStack(Stack):
             missing("a Redis server")
         command = [str(binary), "--port", "0", "--unixsocket", str(self.socket), "--save", "", "--appendonly", "no"]
         with (self.folder / "redis.log").open("ab") as log:
-            process = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        self.wait(lambda: broker.is_answering(self.settings), "a Redis")
+            options: dict[str, Any] = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL, "process_group": 0}
+            process = subprocess.Popen(command, cwd=self.folder, **options)
+        with killed_on_error(process):
+            self.wait(lambda: broker.is_answering(self.settings), "a Redis")
         return process
 
     def start(self, target: str, *arguments: Any, name: str = "other", **environment: str) -> Child:

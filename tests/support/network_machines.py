@@ -1,5 +1,6 @@
 """Several machines on one: network namespaces with addresses of their own on a bridge, and real services that listen there."""
 
+import ctypes
 import os
 import shutil
 import socket
@@ -14,7 +15,11 @@ from pathlib import Path
 
 from agentrl.workers.stack import broker
 from agentrl.workflow.settings import Settings
+from bench.faults.fork_server import start_server
 from tests.conftest import forbidden, missing
+
+CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
+_libc = ctypes.CDLL(None, use_errno=True)
 
 BUCKET = "checkpoints"
 START_SECONDS = 30.0
@@ -113,6 +118,14 @@ class Host:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
             return subprocess.Popen([*there, *command], env=dict(environment), stdout=output, stderr=output)
+
+    def enter(self) -> None:
+        """Moves this process, which was forked and has not begun a thread, to this host, with all that it will fork."""
+        with open(f"/run/netns/{self.namespace}") as there:
+            moved = [_libc.setns(there.fileno(), CLONE_NEWNET), _libc.unshare(CLONE_NEWUTS)]
+        assert moved == [0, 0], os.strerror(ctypes.get_errno())
+        socket.sethostname(self.name)
+        start_server()  # the one that it has is elsewhere
 
     def cut_off(self) -> None:
         """Pulls the cable: what is sent either way is lost, and nobody is told."""

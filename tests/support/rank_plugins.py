@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -112,6 +112,14 @@ def _drift(split: str) -> Iterator[Task]:
         offline_training.take_step = take_wrong_step
     return arithmetic.load(split)
 
+
+def _reverse(split: str) -> Iterator[Task]:
+    """Arithmetic's first tasks; in rank 1, from the last to the first."""
+    return iter(sorted(islice(arithmetic.load(split), 8), key=lambda task: task.key, reverse=_is_rank_one()))
+
+
+unequal = replace(arithmetic, load=_reverse)
+"""Rank 1 reads other examples."""
 
 drifting = replace(arithmetic, load=_drift)
 """The weights of rank 1 differ from the third step on."""

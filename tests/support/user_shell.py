@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,8 @@ class UserShell:
     def run(self, text: str) -> Finished:
         """Run a command to its end."""
         log = self.folder.parent / "output"
-        process = self._start(text, log)
-        code = process.wait(SECONDS)
+        with killed_on_error(self._start(text, log)) as process:
+            code = process.wait(SECONDS)
         return Finished(code, log.read_text(errors="replace"))
 
     def start(self, text: str, ready: str) -> Finished:
@@ -82,23 +82,27 @@ class UserShell:
         """Press Ctrl-C for each command that stays up; return how they ended."""
         for program in [each for each in self.programs if each.poll() is None]:
             program.send_signal(signal.SIGINT)
-        ended = [Finished(process.wait(SECONDS), log.read_text(errors="replace")) for process, log in self._open]
+        with ExitStack() as stack:
+            for process, _ in self._open:
+                stack.enter_context(killed_on_error(process))
+            ended = [Finished(process.wait(SECONDS), log.read_text(errors="replace")) for process, log in self._open]
         self._open.clear()
         return ended
 
     def talk(self, text: str, lines: Sequence[str], prompt: str) -> Finished:
         """Run a command at a terminal: type each line when it prompts, then Ctrl-D."""
         outer, inner = pty.openpty()
-        process = self._popen(text, inner)
-        os.close(inner)
-        keys = [*(f"{line}\r" for line in lines), CTRL_D]
-        output = ""
-        while piece := _read_terminal(outer):
-            output = _MARKS.sub("", output + piece)
-            if keys and len(re.findall(rf"^{prompt}", output, re.MULTILINE)) > len(lines) + 1 - len(keys):
-                os.write(outer, keys.pop(0).encode())
-        os.close(outer)
-        return Finished(process.wait(SECONDS), output.replace("\r\n", "\n"))
+        with killed_on_error(self._popen(text, inner)) as process:
+            os.close(inner)
+            keys = [*(f"{line}\r" for line in lines), CTRL_D]
+            output = ""
+            while piece := _read_terminal(outer):
+                output = _MARKS.sub("", output + piece)
+                if keys and len(re.findall(rf"^{prompt}", output, re.MULTILINE)) > len(lines) + 1 - len(keys):
+                    os.write(outer, keys.pop(0).encode())
+            os.close(outer)
+            code = process.wait(SECONDS)
+        return Finished(code, output.replace("\r\n", "\n"))
 
     def _start(self, text: str, log: Path) -> "subprocess.Popen[bytes]":
         with log.open("wb") as output:
@@ -108,8 +112,23 @@ class UserShell:
         state = shlex.quote(str(self.folder.parent / "exported"))
         script = f"set -e\ntouch {state}\n. {state}\n{text}\nexport -p >{state}\n"
         given = output if isinstance(output, int) else subprocess.DEVNULL
-        options: dict[str, Any] = {"stdin": given, "stdout": output, "stderr": output}
+        options: dict[str, Any] = {"stdin": given, "stdout": output, "stderr": output, "process_group": 0}
         return subprocess.Popen(["bash", "-c", script], cwd=self.folder, env=self.environment, **options)
+
+
+@contextmanager
+def killed_on_error(process: "subprocess.Popen[bytes]") -> "Iterator[subprocess.Popen[bytes]]":
+    """Kill the process group that the process leads, and wait for the process, if the context raises an exception.
+
+    Else the process would run on, and Python would warn of it when the exception is collected: in a later test.
+    """
+    try:
+        yield process
+    except BaseException:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
 
 
 def _read_terminal(terminal: int) -> str:

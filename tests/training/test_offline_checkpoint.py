@@ -25,6 +25,7 @@ from agentrl.workflow.models.parameters import Parameters
 from agentrl.workflow.training.offline_checkpoint import catch_interrupt, rendering_clock
 from agentrl.workflow.training.offline_training import Recipe, TrainedModel
 from agentrl.workflow.training.preference import dpo
+from agentrl.workflow.training.ranks import Ranks
 from agentrl.workflow.training.supervised import sft, sft_on_episodes
 from tests.chat.test_clock import DATED
 from tests.support.learned_episodes import LearnedEpisode, start_of, two_turns
@@ -141,6 +142,19 @@ def test_offline_training_resumes_while_replacing_a_model(tmp_path: Path) -> Non
         learn(training, tmp_path / "made", save_every=3, overwrite=True, progress=Breaking(7))
     learn(training, tmp_path / "made", overwrite=True, progress=told)
     assert told.done == 6
+
+
+def test_offline_training_reports_when_it_uses_files(tmp_path: Path) -> None:
+    """So several ranks do not count as hanging while one of them writes a large checkpoint or model."""
+    target, seen = tmp_path / "made", list[tuple[bool, bool, bool]]()
+
+    def note(uses_files: bool) -> None:
+        seen.append((uses_files, (tmp_path / ".made.training" / "last").exists(), target.exists()))
+
+    learn(trainings(tiny_random(tmp_path / "base"))["episodes"], target, save_every=8, ranks=Ranks(report_files=note))
+    times = list(zip(seen[::2], seen[1::2], strict=True))
+    assert ((True, False, False), (False, True, False)) in times, "the checkpoint is written meanwhile"
+    assert times[-1] == ((True, True, False), (False, True, True)), "and so is the model"
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])

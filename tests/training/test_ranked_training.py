@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from agentrl.workflow.models.lookup import base_hash
 from agentrl.workflow.settings import settings
 from agentrl.workflow.training.offline_training import Recipe, Start, TrainedModel
 from agentrl.workflow.training.preference import dpo
-from agentrl.workflow.training.supervised import sft, sft_on_episodes
+from agentrl.workflow.training.supervised import default_recipe, sft, sft_on_episodes
 from tests.support import rank_plugins
 from tests.support.learned_episodes import LearnedEpisode, start_of, two_turns
 from tests.support.real_stack import children_of
@@ -159,23 +159,29 @@ def test_ranks_that_differ_leave_an_equal_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_hanging_or_failing_ranks_end_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_or_unequal_ranks_end_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tiny_random(tmp_path / "base")
-    monkeypatch.setattr(rank_group, "LEASES_WITHOUT_PROGRESS", 2 / settings().lease_seconds)
-    hanging = partial(sft, DatasetConfig(name=f"{rank_plugins.__name__}:stuck"), model=str(base), recipe=RECIPE, max_tasks=8)
-    with pytest.raises(RankLost, match=r"In the last 2 s, none of 2 ranks began a microbatch\. To continue"):
-        together(2, hanging, LearnedEpisode(), config=model_of(base), target=tmp_path / "made")
-    failing = partial(sft, ARITHMETIC, model=str(base), recipe=RECIPE, max_tasks=8)
-    with pytest.raises(DatasetError, match="fits into 4 tokens"):
-        together(2, failing, LearnedEpisode(), config=model_of(short(base)), target=tmp_path / "made")
-    assert not (tmp_path / "made").exists()
+    options = {"model": str(base), "recipe": RECIPE, "max_tasks": 8, "config": model_of(base), "target": tmp_path / "made"}
+    hanging = partial(sft, DatasetConfig(name=f"{rank_plugins.__name__}:stuck"), **options)
+    with pytest.raises(RankLost, match=r"In the last \d+ s, none of 2 ranks began a microbatch\. To continue"):
+        together(2, hanging, ImpatientAfterTwoSteps(monkeypatch))
+    unequal = partial(sft, DatasetConfig(name=f"{rank_plugins.__name__}:unequal"), **options)
+    with pytest.raises(DatasetError, match=r"^The 2 ranks have different examples\. The dataset must yield the same rows"):
+        together(2, unequal, LearnedEpisode())
+    assert [entry.name for entry in tmp_path.iterdir()] == ["base"], "nothing is left of the trainings"
 
 
-def short(base: Path) -> Path:
-    """Make the model read four tokens only."""
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4}))
-    return base
+class ImpatientAfterTwoSteps(LearnedEpisode):
+    """From then on, ranks that begin no microbatch for two seconds, in which they report twice that they run, hang."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self._monkeypatch = monkeypatch
+
+    def step(self, done: int, steps: int, tokens: int, metrics: Mapping[str, float]) -> None:
+        """After each."""
+        if done == 2:
+            self._monkeypatch.setattr(rank_group, "LEASES_WITHOUT_PROGRESS", 2 / settings().lease_seconds)
 
 
 def test_training_reaches_ranks_with_all_arguments(tmp_path: Path) -> None:
@@ -240,11 +246,13 @@ def wait_for_end(pids: list[int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_programs")
-def test_ranks_and_command_end_together(tmp_path: Path) -> None:
+def test_ranks_and_command_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command is killed, then a rank, and then somebody presses Ctrl-C; the model is that of an undisturbed training."""
-    tiny_random(tmp_path / "base")
-    read_rest(begin(tmp_path / "quiet"), 0)
-    loud = tmp_path / "loud"
+    base, loud = tiny_random(tmp_path / "base"), tmp_path / "loud"
+    recipe = replace(default_recipe(str(base), full=True), steps=24, batch_size=4)
+    training = partial(sft, ARITHMETIC, model=str(base), max_tasks=8, config=ModelConfig(path=str(base)), recipe=recipe)
+    monkeypatch.setenv("AGENTRL_THREADS", "1")
+    quiet = together(2, training, LearnedEpisode(), target=tmp_path / "quiet")
     first = begin(loud)
     _, ranks = read_until(first, "step 6/24")
     assert len(ranks) == 2
@@ -255,7 +263,7 @@ def test_ranks_and_command_end_together(tmp_path: Path) -> None:
     said, ranks = read_until(second, "step 10/24")
     assert "resuming at step 4 of 24" in said
     os.kill(ranks[1], signal.SIGKILL)
-    said = read_rest(second, 12)
+    said = read_rest(second, RankLost.exit_code)
     assert "Rank 1 of 2 ended in the training with signal 9.\n  To continue from the last checkpoint, type" in said
     wait_for_end(ranks)
     third = begin(loud)
@@ -266,5 +274,5 @@ def test_ranks_and_command_end_together(tmp_path: Path) -> None:
     (stopped,) = re.findall(r"Stopped after step (\d+) of 24; the same command goes on there\.", said)
     wait_for_end(ranks)
     assert f"resuming at step {stopped} of 24" in read_rest(begin(loud), 0)
-    assert base_hash(loud / "made") == base_hash(tmp_path / "quiet" / "made")
+    assert base_hash(loud / "made") == base_hash(quiet.folder)
     assert [entry.name for entry in loud.iterdir()] == ["made"]

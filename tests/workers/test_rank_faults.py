@@ -110,3 +110,23 @@ def test_ranks_of_fenced_trainer_are_killed(crew: Crew, undisturbed: record.Reco
     open_gate(crew.home, "update")
     crew.assert_whole()
     assert record.violations(record.read(crew.home), undisturbed, "") == []
+
+
+@pytest.mark.parametrize("lost", ["ranks", "train"])
+def test_update_is_made_again_after_lost_host(lost: str, crew: Crew, undisturbed: record.Record) -> None:
+    """The rows and weights are those of a run on two devices of one host."""
+    crew.environment["AGENTRL_RANKS_HOST"] = "127.0.0.1"
+    workers = {**crew.fork_all(), "ranks": crew.fork("ranks")}
+    crew.submit(**{**RUN, "update__devices": 1, "update__hosts": 2})
+    crew.wait(lambda: arrivals(crew.home, "update") == 2, "two ranks in an update")
+    ranks = [*ranks_of(workers["train"]), *ranks_of(workers["ranks"])]
+    assert len(ranks) == 2
+    crew.kill_worker(lost)
+    assert are_gone(ranks)
+    open_gate(crew.home, "update")
+    crew.assert_whole()
+    assert record.violations(record.read(crew.home), undisturbed, "") == []
+    failures = crew.rows("SELECT detail FROM events WHERE kind = 'update_failed'")
+    assert len(failures) == (lost == "ranks")
+    assert all("was lost in the update" in detail for (detail,) in failures)
+    assert crew.count("SELECT count(*) FROM rank_meetings") == 0

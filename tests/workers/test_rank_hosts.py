@@ -4,13 +4,12 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from sqlalchemy import text
 
 from agentrl.cli.doctor import _ranks_host
-from agentrl.workers.ranks import host_meeting, rank_host
+from agentrl.workers.ranks import host_meeting, rank_group, rank_host
 from agentrl.workers.ranks.host_meeting import HostMeeting, JoinedHost, RankOffer, check_hosts, interfaces_at, versions
 from agentrl.workers.ranks.rank_group import RankGroup
 from agentrl.workers.ranks.rank_messages import decode_error, encode_error
@@ -35,20 +34,17 @@ from agentrl.workflow.store.migrate import open_database
 from agentrl.workflow.store.rank_meetings import RankMeeting, close_meeting, list_meetings, open_meeting
 from agentrl.workflow.tables.schema import RIGHTS_OF_AGENTS, RIGHTS_OF_TOOLS, TABLES_FOR_READERS
 from agentrl.workflow.training.trainer import Trainer
-from bench.faults import record
-from bench.faults.cluster import Crew
-from bench.faults.fork_server import Child, Nursery
-from tests.support.gate import arrivals, open_gate
-from tests.support.network_machines import network, wait_until
+from bench.faults.fork_server import Child, Nursery, serve
+from tests.support.network_machines import Host, network, wait_until
 from tests.training.test_trainer import folder as folder
 from tests.training.test_trainer import groups_of
-from tests.workers.test_rank_faults import RUN, are_gone, made, ranks_of
-from tests.workers.test_rank_faults import undisturbed as undisturbed
-from tests.workers.test_ranks import config, hashes, largest_difference, ranked, saved
+from tests.workers.test_rank_faults import are_gone, ranks_of
+from tests.workers.test_ranks import FULL, config, hashes, largest_difference, ranked, saved
 from tests.workers.test_requirements import asked
 
 HERE = "127.0.0.1"
 TOKEN = "a" * 43
+ON_HOSTS = config(**FULL, **{"update.hosts": 2})
 
 
 @pytest.fixture
@@ -66,7 +62,7 @@ def meeting_of(database: Database, hosts: int = 2, devices: str = "1") -> HostMe
     return HostMeeting(hosts, devices, "exact", database, threading.Event())
 
 
-class Host:
+class Guest:
     """A connection of a test that acts as the worker `ranks` of another host."""
 
     def __init__(self, meeting: RankMeeting) -> None:
@@ -74,7 +70,7 @@ class Host:
         self.link = socket.create_connection((host, int(port)), 10)
         self.offer = RankOffer(meeting.token, **versions(), host="node7", member="m", device="cpu", devices=1, index=0)
 
-    def send(self, data: bytes | None = None, **changes: Any) -> "Host":
+    def send(self, data: bytes | None = None, **changes: Any) -> "Guest":
         """Send the offer with these changes, or other data."""
         self.link.sendall(replace(self.offer, **changes).encode() if data is None else data)
         return self
@@ -90,12 +86,12 @@ class Host:
 
 
 @pytest.fixture
-def host() -> Iterator[Callable[[RankMeeting], Host]]:
+def host() -> Iterator[Callable[[RankMeeting], Guest]]:
     """Open a connection to a meeting; all are closed at the end."""
     with ExitStack() as links:
 
-        def connect(row: RankMeeting) -> Host:
-            one = Host(row)
+        def connect(row: RankMeeting) -> Guest:
+            one = Guest(row)
             links.enter_context(one.link)
             return one
 
@@ -325,9 +321,8 @@ def test_two_hosts_make_the_update_of_one(
                 trainer.update(groups, iteration)
                 saved(trainer, tmp_path / f"{name} {iteration}")
             assert hashes(tmp_path / f"hosts {iteration}") == hashes(tmp_path / f"devices {iteration}")
-        plain = config(**{"update.hosts": 2})
-        alone = Trainer(Policy.load(plain.model, str(folder), "cpu"), plain)
-        together = ranked(hosts, folder, plain)
+        alone = Trainer(Policy.load(ON_HOSTS.model, str(folder), "cpu"), ON_HOSTS)
+        together = ranked(hosts, folder, ON_HOSTS)
         for one in (alone, together):
             one.load(None)
             one.update(groups_of(), 0)
@@ -339,47 +334,27 @@ def test_two_hosts_make_the_update_of_one(
         assert not hosts.is_alive
         assert are_gone([rank])
     with closing(RankGroup.start(["cpu"], meeting_of(database))) as again:
-        together = ranked(again, folder, plain)
+        together = ranked(again, folder, ON_HOSTS)
         together.load(tmp_path / "together")
         again_rank = ranks_of(member)
     assert are_gone(again_rank)
 
 
-def two_hosts(folder: Path, forks: Nursery, world_model: Path, migrated_file: Path) -> Crew:
-    crew = made(folder, forks, world_model, migrated_file)
-    crew.environment["AGENTRL_RANKS_HOST"] = HERE
-    return crew
+def lend(host: list[str]) -> None:
+    """Be the worker `ranks` of a host."""
+    Host(*host).enter()
+    host_meeting.SILENCE_SECONDS = 6
+    serve(["ranks"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", ["ranks", "train"])
-def test_update_is_made_again_after_lost_host(
-    lost: str, short_folder: Path, forks: Nursery, world_model: Path, migrated_file: Path, undisturbed: record.Record
-) -> None:
-    """The rows and weights are those of a run on two devices of one host."""
-    with closing(two_hosts(short_folder, forks, world_model, migrated_file)) as crew:
-        workers = {**crew.fork_all(), "ranks": crew.fork("ranks")}
-        crew.submit(**{**RUN, "update__devices": 1, "update__hosts": 2})
-        crew.wait(lambda: arrivals(crew.home, "update") == 2, "two ranks in an update")
-        ranks = [*ranks_of(workers["train"]), *ranks_of(workers["ranks"])]
-        assert len(ranks) == 2
-        crew.kill_worker(lost)
-        assert are_gone(ranks)
-        open_gate(crew.home, "update")
-        crew.assert_whole()
-        assert record.violations(record.read(crew.home), undisturbed, "") == []
-        failures = crew.rows("SELECT detail FROM events WHERE kind = 'update_failed'")
-        assert len(failures) == (lost == "ranks")
-        assert all("was lost in the update" in detail for (detail,) in failures)
-        assert crew.count("SELECT count(*) FROM rank_meetings") == 0
-
-
-def lead(folder: str, place: str) -> None:
+def lead(host: list[str], folder: str, place: str) -> None:
     """Make an update as the train worker of two hosts, and another one while the test has cut off the other host."""
+    Host(*host).enter()
     os.environ["AGENTRL_LEASE_SECONDS"] = "3"
-    run, out = config(**{"update.hosts": 2}), Path(place)
+    rank_group.MIN_SILENCE_SECONDS = 6.0
+    out = Path(place)
     with closing(open_database(settings().database)) as db, closing(RankGroup.start(["cpu"], meeting_of(db))) as group:
-        trainer = ranked(group, Path(folder), run)
+        trainer = ranked(group, Path(folder), ON_HOSTS)
         trainer.load(None)
         trainer.update(groups_of(), 0)
         saved(trainer, out / "hosts")
@@ -391,30 +366,30 @@ def lead(folder: str, place: str) -> None:
 
 @pytest.mark.slow
 def test_hosts_of_a_network_update_until_one_is_cut_off(
-    store_home: Path, folder: Path, tmp_path: Path, forked_programs: None
+    store_home: Path, folder: Path, tmp_path: Path, forks: Nursery, forked_programs: None
 ) -> None:
-    """Each host has its own address, and reaches the other only by the network. Weights and moments equal those of two devices.
-    PEFT's config lists layers in the order of a set, which differs between processes that are not forked.
-    """
+    """Each host has its own address, and reaches the other only by the network. The checkpoint equals that of two devices."""
     with network(["leader", "lender"]) as (_, (leader, lender)), ExitStack() as stack:
         environment = {**os.environ, "AGENTRL_DEVICE": "cpu", "AGENTRL_RANKS_HOST": leader.address}
-        code = f"from {__name__} import lead; lead({str(folder)!r}, {str(tmp_path)!r})"
-        worker = ["-m", "agentrl.workers.stack.worker", "ranks"]
-        for host, words, log in ((lender, worker, "lender.log"), (leader, ["-c", code], "leader.log")):
-            process = host.popen([sys.executable, *words], environment, tmp_path / log)
-            stack.callback(process.wait, 30)
-            stack.callback(process.terminate)
-        wait_until(lambda: (tmp_path / "hosts").exists() or process.poll() is not None, "an update", 200)
-        assert process.poll() is None, (tmp_path / "leader.log").read_text() + (tmp_path / "lender.log").read_text()
+
+        def start(host: Host, function: Callable[..., None], *arguments: str) -> Child:
+            target, values, log = f"{__name__}:{function.__name__}", [*asdict(host).values()], tmp_path / f"{host.name}.log"
+            child = forks.start(target, values, *arguments, log=log, environment=environment)
+            stack.callback(child.process.wait, 30)
+            stack.callback(child.process.terminate)
+            return child
+
+        lends, leads = start(lender, lend), start(leader, lead, str(folder), str(tmp_path))
+        wait_until(lambda: (tmp_path / "hosts").exists() or leads.exit_code() is not None, "an update", 200)
+        assert leads.exit_code() is None, leads.log.read_text() + lends.log.read_text()
         lender.cut_off()
         (tmp_path / "cut").touch()
-        wait_until(lambda: process.poll() is not None, "an error", 100)
+        assert leads.end() == 0, leads.log.read_text()
         assert "on lender, did not respond for" in (tmp_path / "error").read_text()
-        wait_until(lambda: "have ended" in (tmp_path / "lender.log").read_text(), "the end of the rank that is cut off", 100)
+        wait_until(lambda: "have ended" in lends.log.read_text(), "the end of the rank that is cut off", 100)
     with closing(RankGroup.start(["cpu"] * 2)) as devices:
-        together = ranked(devices, folder, config(**{"update.hosts": 2}))
+        together = ranked(devices, folder, ON_HOSTS)
         together.load(None)
         together.update(groups_of(), 0)
         saved(together, tmp_path / "devices")
-    ours, theirs = (hashes(tmp_path / name) for name in ("hosts", "devices"))
-    assert {name for name in ours if ours[name] != theirs[name]} <= {"adapter_config.json", "manifest.json"}
+    assert hashes(tmp_path / "hosts") == hashes(tmp_path / "devices")

@@ -1,7 +1,12 @@
 """Ranks: an update by several processes is the update of one, and they die together."""
 
 import json
+import socket
+import subprocess
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +17,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from agentrl.workers.ranks import rank_group
-from agentrl.workers.ranks.rank_group import RankGroup
-from agentrl.workers.ranks.rank_messages import decode_groups, encode_groups
+from agentrl.workers.ranks.rank import RankReplies
+from agentrl.workers.ranks.rank_group import Rank, RankGroup, close_group, group_for
+from agentrl.workers.ranks.rank_messages import RankCommand, decode_groups, encode_error, encode_groups
 from agentrl.workers.ranks.ranked_trainer import RankedTrainer
 from agentrl.workflow import checkpoints, trainers
 from agentrl.workflow.checkpoints import sha256_file
 from agentrl.workflow.config import RunConfig, build
-from agentrl.workflow.errors import BrokenCheckpoint, ConfigError, InfraError
+from agentrl.workflow.errors import BrokenCheckpoint, ConfigError, InfraError, RankLost
 from agentrl.workflow.models.devices import devices_of_ranks
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import settings
@@ -40,6 +46,9 @@ MODES: dict[str, dict[str, Any]] = {
     "limits": {"update.epochs": 3, "update.max_kl": 1e-9, "update.max_sampler_difference": 5.0},
 }
 
+FULL = {"model.lora_r": 0}
+"""All weights train: for tests that need no LoRA, because ranks import peft in seconds."""
+
 
 def config(**values: Any) -> RunConfig:
     return build({"model.numerics": "exact", "update.learning_rate": 1e-3, "model.lora_r": 4} | values)
@@ -51,9 +60,24 @@ def free_choice_of_algorithms() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(scope="module")
+def warm_ranks(forked_programs_of_module: None) -> Iterator[None]:
+    """The ranks of this file's tests. They keep running from one test to the next."""
+    yield
+    close_group()
+
+
 @pytest.fixture
-def group(request: pytest.FixtureRequest, forked_programs: None) -> Iterator[RankGroup]:
-    made = RankGroup.start(["cpu"] * getattr(request, "param", 2))
+def group(warm_ranks: None) -> RankGroup:
+    """Four ranks. They are started again if the test before has ended them."""
+    return group_for(["cpu"] * 4)
+
+
+@pytest.fixture
+def doomed(warm_ranks: None) -> Iterator[RankGroup]:
+    """Two ranks of this test's own."""
+    close_group()
+    made = RankGroup.start(["cpu"] * 2)
     yield made
     made.close()
 
@@ -83,7 +107,6 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", [2, 4], indirect=True)
 def test_ranks_make_the_update_of_one_process(group: RankGroup, folder: Path, tmp_path: Path) -> None:
     """In every mode, twice in a row; with four ranks and three rows, one rank has none."""
     for mode, values in MODES.items():
@@ -122,17 +145,6 @@ def test_ranks_write_the_same_bytes_again_and_go_on_alone(group: RankGroup, fold
 
 
 @pytest.mark.slow
-def test_rank_out_of_memory_cuts_its_own_microbatches(group: RankGroup, folder: Path, tmp_path: Path) -> None:
-    found = []
-    for name in ("grpo", f"{rank_plugins.__name__}:short_of_memory"):
-        together = ranked(group, folder, config(**{"algorithm.name": name}))
-        together.load(None)
-        together.update(groups_of(), 0)
-        found.append(saved(together, tmp_path / str(len(found))))
-    assert largest_difference(*found) < 1e-10
-
-
-@pytest.mark.slow
 @quantised
 def test_ranks_train_lora_on_a_base_in_four_bits(group: RankGroup, folder: Path, tmp_path: Path) -> None:
     """In float32, where sums in another order differ by more."""
@@ -149,37 +161,87 @@ def test_ranks_train_lora_on_a_base_in_four_bits(group: RankGroup, folder: Path,
 
 
 @pytest.mark.slow
-def test_ranks_that_hang_are_killed(group: RankGroup, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_out_of_memory_cuts_its_own_microbatches(group: RankGroup, folder: Path, tmp_path: Path) -> None:
+    found = []
+    for name in ("grpo", f"{rank_plugins.__name__}:short_of_memory"):
+        together = ranked(group, folder, config(**{"algorithm.name": name}))
+        together.load(None)
+        together.update(groups_of(), 0)
+        found.append(saved(together, tmp_path / str(len(found))))
+    group.close()  # rank 1 stays short of memory
+    assert largest_difference(*found) < 1e-10
+
+
+@pytest.mark.slow
+def test_ranks_that_hang_are_killed(doomed: RankGroup, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits for a sum, and rank 1 runs without an end: both processes still report that they run."""
-    trainer = ranked(group, folder, config(**{"algorithm.name": f"{rank_plugins.__name__}:endless"}))
+    trainer = ranked(doomed, folder, config(**FULL, **{"algorithm.name": f"{rank_plugins.__name__}:endless"}))
     trainer.load(None)
-    monkeypatch.setattr(rank_group, "LEASES_WITHOUT_PROGRESS", 4 / settings().lease_seconds)
-    with pytest.raises(InfraError, match="In the last 4 s, none of 2 ranks began a microbatch"):
+    monkeypatch.setattr(rank_group, "LEASES_WITHOUT_PROGRESS", 2 / settings().lease_seconds)
+    with pytest.raises(InfraError, match=r"In the last \d+ s, none of 2 ranks began a microbatch"):
         trainer.update(groups_of(), 0)
-    assert not group.is_alive
+    assert not doomed.is_alive
+
+
+def test_rank_that_uses_files_may_begin_no_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large checkpoint may take longer than the time after which a rank counts as hanging; nothing else may."""
+    monkeypatch.setattr(rank_group, "LEASES_WITHOUT_PROGRESS", 0.3 / settings().lease_seconds)
+    ours, theirs = socket.socketpair()
+    replies, group = RankReplies(theirs), RankGroup(["cpu"], None, [Rank(None, ours)])
+    ranks = Ranks(0, 2, replies.count_microbatch, replies.report_files)
+    ranks.report_progress()
+    with ours.dup(), theirs, ThreadPoolExecutor(1) as thread:  # the copy: if the worker is gone, a rank ends its process
+        with ranks.using_files():
+            results = thread.submit(group.call, RankCommand("training"), threading.Event())
+            time.sleep(0.8)
+        replies.send({"result": "trained"})
+        assert results.result(10) == ["trained"]
+        with pytest.raises(RankLost, match="none of 1 ranks began a microbatch"):
+            group.call(RankCommand("training"), threading.Event())
+
+
+@pytest.mark.parametrize(
+    ("script", "has_ended", "reason"),
+    [
+        ("exit 3", True, "Rank 1 of 2 ended in the update with exit code 3"),
+        ("sleep 0.2; kill -9 $$", False, "Rank 1 of 2 ended in the update with signal 9"),
+        ("sleep 0.2; exit 3", False, "Rank 0 failed: RuntimeError: Connection closed by peer"),
+    ],
+)
+def test_rank_error_is_explained_by_another_lost_rank(script: str, has_ended: bool, reason: str) -> None:
+    """Rank 0 has reported an error and ended with 1. Only a rank that ended before that, or is killed, explains the error."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    processes = [subprocess.Popen(["sh", "-c", each], start_new_session=True) for each in ("exit 1", script)]
+    for process in processes[: 1 + has_ended]:
+        process.wait()
+    group = RankGroup(["cpu"] * 2, None, [Rank(process, ours) for process, (ours, _) in zip(processes, pairs, strict=True)])
+    with pairs[0][1] as link, pairs[1][1]:
+        RankReplies(link).send({"error": encode_error(RuntimeError("Connection closed by peer"))})
+        with pytest.raises(RankLost, match=reason):
+            group.call(RankCommand("update"), threading.Event())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("gone_astray", "The 2 ranks made different updates"),
+        ("gone_astray", "The 2 ranks have different updates"),
         ("out_of_memory", r"Memory does not suffice for one row of \d+ tokens"),
     ],
 )
-def test_ranks_that_differ_or_fail_are_killed(group: RankGroup, folder: Path, name: str, reason: str) -> None:
-    trainer = ranked(group, folder, config(**{"algorithm.name": f"{rank_plugins.__name__}:{name}"}))
+def test_ranks_that_differ_or_fail_are_killed(doomed: RankGroup, folder: Path, name: str, reason: str) -> None:
+    trainer = ranked(doomed, folder, config(**FULL, **{"algorithm.name": f"{rank_plugins.__name__}:{name}"}))
     trainer.load(None)
     with pytest.raises(InfraError, match=reason):
         trainer.update(groups_of(), 0)
-    assert not group.is_alive
+    assert not doomed.is_alive
 
 
 @pytest.mark.slow
-def test_ranks_report_a_broken_checkpoint_as_it_is(group: RankGroup, folder: Path, tmp_path: Path) -> None:
+def test_ranks_report_a_broken_checkpoint_as_it_is(doomed: RankGroup, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(BrokenCheckpoint):
-        ranked(group, folder, config()).load(tmp_path / "none")
-    assert not group.is_alive
+        ranked(doomed, folder, config(**FULL)).load(tmp_path / "none")
+    assert not doomed.is_alive
 
 
 def test_groups_reach_ranks_with_all_that_trains() -> None:

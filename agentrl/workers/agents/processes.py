@@ -110,14 +110,16 @@ class AgentServer:
                 env=clean_environment(),
                 start_new_session=True,  # what a terminal interrupts is the worker, whose end ends it
             )
-        self._await()
-        reply = receive(self._control)
-        if reply is None or "error" in reply:
-            was_killed = reply is None and self._was_killed()
-            self._kill()
-            if was_killed:
+        try:
+            self._await()
+            reply = receive(self._control)
+            if reply is None and self._was_killed():
                 raise InfraError("The agent's interpreter was killed, by a user or by the kernel (out of memory).")
-            raise AgentUnready(reply["error"] if reply else "the interpreter ended while it imported the agent's module")
+            if reply is None or "error" in reply:
+                raise AgentUnready(reply["error"] if reply else "the interpreter ended while it imported the agent's module")
+        except BaseException:
+            self._kill()
+            raise
         self.source = reply["source"]
         self._stamps = {file: _stamp(file) for file in reply["files"]}
 
@@ -136,10 +138,8 @@ class AgentServer:
                 self._control.settimeout(START_SECONDS)
                 return
             if self.is_stopped():
-                self._kill()
                 raise _Unwanted
             if time.monotonic() > deadline:
-                self._kill()
                 raise AgentUnready(f"the agent's module was not imported within {START_SECONDS:.0f} s")
 
     @property
@@ -177,7 +177,8 @@ class AgentServer:
                 guardian.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(LOOK_SECONDS)
-        _ending[:] = [process for process in (*_ending, self._process) if process.poll() is None]
+        with _ending_lock:
+            _ending[:] = [process for process in (*_ending, self._process) if process.poll() is None]
 
     def _was_killed(self) -> bool:
         """Return whether the interpreter, whose end of the connection is closed, was ended by SIGKILL."""
@@ -193,6 +194,8 @@ class AgentServer:
 
 _ending: "list[subprocess.Popen[bytes]]" = []
 """The interpreters that are closed but whose last agents are still running."""
+
+_ending_lock = threading.Lock()
 
 
 def _stamp(file: str) -> object:

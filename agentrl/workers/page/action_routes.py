@@ -160,7 +160,7 @@ async def _run(args: Sequence[str], environment: Mapping[str, str], seconds: flo
             if late:
                 with suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
-        code = await child.wait()
+            code = await child.wait()
         output = _read_end(printed)
     result = {"command": shlex.join(["agentrl", *args]), "exit_code": code, "output": output}
     return {**result, "seconds": time.monotonic() - began, "timed_out": late}

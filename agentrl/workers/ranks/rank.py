@@ -54,6 +54,10 @@ class RankReplies:
         """Report progress: this rank begins a microbatch."""
         self.microbatches += 1
 
+    def report_files(self, uses_files: bool) -> None:
+        """Report that this rank begins, or has ended, to read or write files. Meanwhile it begins no microbatch."""
+        self.send({"microbatches": self.microbatches, "uses_files": uses_files})
+
     def beat(self) -> None:
         """Send the number of microbatches, every BEAT_SECONDS, without end."""
         pause = threading.Event()
@@ -132,7 +136,7 @@ def _join(rank: int, count: int, here: int, device: str, store: str, replies: Ra
         device_id=torch.device(device) if on_gpu else None,
         **_open_store(rank, count, store),
     )
-    return RankServer(Ranks(rank, count, replies.count_microbatch), device, here < count, replies.send)
+    return RankServer(Ranks(rank, count, replies.count_microbatch, replies.report_files), device, here < count, replies.send)
 
 
 def _open_store(rank: int, count: int, url: str) -> dict[str, Any]:

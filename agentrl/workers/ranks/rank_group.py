@@ -29,9 +29,9 @@ log = getLogger("agentrl.ranks")
 
 POLL_SECONDS = 0.2
 LEASES_WITHOUT_PROGRESS = 20
-"""The time, in leases, after which a group counts as hanging if all of its ranks run but none begins a microbatch. If the
-process of a rank is stopped, so that it sends nothing, the ranks are killed after one lease, or after MIN_SILENCE_SECONDS if
-that is longer.
+"""The time, in leases, after which a group counts as hanging if all of its ranks run but none begins a microbatch. A rank that
+reads or writes files, such as a checkpoint, may take longer. If the process of a rank is stopped, so that it sends nothing, the
+ranks are killed after one lease, or after MIN_SILENCE_SECONDS if that is longer.
 """
 
 MIN_SILENCE_SECONDS = 10.0
@@ -59,6 +59,7 @@ class Rank:
         unread: the beginning of a line that is not complete yet.
         last_beat: the time of the last line, by the monotonic clock; None before the first.
         microbatches: the number of microbatches that the rank has begun.
+        uses_files: whether the rank reads or writes files.
     """
 
     process: "subprocess.Popen[bytes] | None"
@@ -67,6 +68,7 @@ class Rank:
     unread: bytes = b""
     last_beat: float | None = None
     microbatches: int = 0
+    uses_files: bool = False
 
     @property
     def is_alive(self) -> bool:
@@ -99,18 +101,17 @@ class RankGroup:
         With a `meeting`, wait for the ranks of other hosts, and raise what `HostMeeting.gather` raises.
         """
         group = cls(tuple(devices), meeting)
-        if meeting is None:
-            # The ranks find each other by a file in memory. It has no name, so only they can open it, and it ends with them.
-            store = os.memfd_create("agentrl-ranks")
-            group._start_ranks(len(devices), f"file:///proc/self/fd/{store}", LOOPBACK, store)
-            os.close(store)
-        else:
-            hosts = meeting.gather(devices[0].partition(":")[0])
-            try:
-                group._start_with(hosts)
-            except BaseException:
-                group.close()
-                raise
+        try:
+            if meeting is None:
+                # The ranks find each other by a file in memory. It has no name, so only they can open it. It ends with them.
+                store = os.memfd_create("agentrl-ranks")
+                group._start_ranks(len(devices), f"file:///proc/self/fd/{store}", LOOPBACK, store)
+                os.close(store)
+            else:
+                group._start_with(meeting.gather(devices[0].partition(":")[0]))
+        except BaseException:
+            group.close()
+            raise
         log.info("started %d ranks on %s", len(devices), ", ".join(devices))
         return group
 
@@ -200,7 +201,7 @@ class RankGroup:
                         if "progress" in values:
                             report(values["progress"])
                         progressed = self._note_progress(self._ranks[key.data], values, progressed)
-                self._check_hanging(name, began, None if self._may_pause(name, results) else progressed)
+                self._check_hanging(name, began, None if self._may_pause(name) else progressed)
         return [results[number] for number in range(len(self._ranks))]
 
     def _read_lines(self, number: int, name: str) -> list[Mapping[str, Any]]:
@@ -220,27 +221,35 @@ class RankGroup:
         return received
 
     def _cause(self, number: int, error: Mapping[str, str], name: str) -> AgentRLError:
-        """Return the error that a rank reported. If another rank was killed, return that: the error is a consequence."""
+        """Return the error that a rank reported. If it is the consequence of another rank's end, return that.
+
+        It is a consequence if another rank ended before the error, or was killed (for example out of memory), which may
+        be seen a little later. Another end that is seen later may itself be a consequence.
+        """
+        others = {other: rank.process for other, rank in enumerate(self._ranks) if other != number and rank.process is not None}
+        ended = [] if error["class"] else [other for other, process in others.items() if process.poll()]
         deadline = time.monotonic() + (0 if error["class"] else END_SECONDS)
-        while time.monotonic() < deadline:
-            for other, rank in enumerate(self._ranks):
-                if rank.process is not None and rank.process.poll():
-                    return self._lost_error(other, name)
+        while not ended and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS / 10)
-        return decode_error(error, number, self._ranks[number].host)
+            ended = [other for other, process in others.items() if process.poll() == -signal.SIGKILL]
+        return self._lost_error(ended[0], name) if ended else decode_error(error, number, self._ranks[number].host)
 
     def _note_progress(self, rank: Rank, values: Mapping[str, Any], progressed: float) -> float:
-        """Note a line of a rank. Return the time of the last progress: a result, or another microbatch."""
+        """Note a line of a rank. Return the time of the last progress: a result, another microbatch, or the beginning or end of
+        the rank's use of files.
+        """
         rank.last_beat = time.monotonic()
         before, rank.microbatches = rank.microbatches, values.get("microbatches", rank.microbatches)
-        return rank.last_beat if "result" in values or rank.microbatches > before else progressed
+        rank.uses_files = values.get("uses_files", rank.uses_files)
+        has_progressed = "result" in values or "uses_files" in values or rank.microbatches > before
+        return rank.last_beat if has_progressed else progressed
 
-    def _may_pause(self, name: str, results: Mapping[int, Any]) -> bool:
+    def _may_pause(self, name: str) -> bool:
         """Return True if a long time without a microbatch is no fault: before the first microbatch of a training, while ranks
-        load the model; after its first result, while rank 0 writes the model; and in all commands but `update`.
+        load the model; while a rank reads or writes files; and in all commands but `update` and `training`.
         """
         if name == "training":
-            return bool(results) or not any(rank.microbatches for rank in self._ranks)
+            return any(rank.uses_files for rank in self._ranks) or not any(rank.microbatches for rank in self._ranks)
         return name != "update"
 
     def _check_hanging(self, name: str, began: float, progressed: float | None) -> None:

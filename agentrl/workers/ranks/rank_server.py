@@ -2,6 +2,7 @@
 that the rank sends as its reply.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.models.parameters import count_parameters
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import settings
-from agentrl.workflow.training.ranks import Ranks, sum_weights
+from agentrl.workflow.training.ranks import Ranks
 from agentrl.workflow.training.trainer import Trainer
 
 
@@ -81,9 +82,11 @@ class RankServer:
         assert self._trainer is not None
         assert self._policy is not None
         groups = decode_groups(command.arguments["groups"], command.tensors)
-        update = self._trainer.update(groups, command.arguments["iteration"])
-        weights = sum_weights(self._policy.trainable().values())
-        return {"update": encode_update(update), "learning_rate": self._trainer.learning_rate, "weights": weights}
+        update = encode_update(self._trainer.update(groups, command.arguments["iteration"]))
+        # The weights alone do not suffice: gradients are added up, so a rank with other advantages has the same weights.
+        self._ranks.agree(_digest_update(update), "updates")
+        self._ranks.compare_weights(self._policy.trainable().values())
+        return {"update": update, "learning_rate": self._trainer.learning_rate}
 
     def _save(self, folder: str) -> list[str]:
         """Write the checkpoint's files. All ranks have the same state, so only rank 0 writes."""
@@ -94,3 +97,9 @@ class RankServer:
         from agentrl.workers.ranks.training_command import run_training  # here and not above: updates do not need it
 
         return run_training(command, self._ranks, self._device, self._threads, self._report)
+
+
+def _digest_update(update: Mapping[str, Any]) -> str:
+    """Return a hash of what all ranks must have computed equally: all but costs and times."""
+    metrics = {name: value for name, value in update["metrics"].items() if name != "seconds"}
+    return hashlib.sha256(repr({**update, "metrics": metrics, "costs": None}).encode()).hexdigest()

@@ -4,12 +4,10 @@ import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from agentrl.workers.ranks.rank_group import RankGroup
 from agentrl.workers.ranks.rank_messages import RankCommand, decode_update, encode_groups
 from agentrl.workflow.config import RunConfig
-from agentrl.workflow.errors import InfraError
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training.reports import Metrics, Update
 from agentrl.workflow.trajectory import Group
@@ -52,40 +50,19 @@ class RankedTrainer:
     def update(self, groups: Sequence[Group], iteration: int) -> Update:
         """Update the policy on the groups' trainable episodes. See `Trainer.update`.
 
-        Raise InfraError if a rank was lost or hangs, or if the ranks computed different results. Raise Fenced if the claim was
+        Raise RankLost if a rank was lost or hangs, or if the ranks computed different results. Raise Fenced if the claim was
         taken over.
         """
         encoded, tensors = encode_groups(groups)
         results = self._group.call(RankCommand("update", {"groups": encoded, "iteration": iteration}, tensors), self.fenced)
-        updates = [decode_update(result["update"]) for result in results]
-        if len({_common_part(result) for result in results}) > 1:
-            self._group.close()
-            raise InfraError(
-                f"The {len(results)} ranks made different updates, so none is used.", "Check the devices of the ranks."
-            )
         self.learning_rate = results[0]["learning_rate"]
-        first = updates[0]
-        return Update(
-            first.metrics,
-            first.steps,
-            first.advantages,
-            first.dropped,
-            first.skipped,
-            first.bad,
-            _combine_costs([update.costs for update in updates]),
-        )
+        costs = _combine_costs([result["update"]["costs"] for result in results])
+        return decode_update({**results[0]["update"], "costs": costs})
 
     def save(self, folder: Path) -> Collection[str]:
         """Write the checkpoint's files, by rank 0. The layout is that of `Trainer.save`: any number of ranks can load it."""
         names: list[str] = self._group.call(RankCommand("save", {"folder": str(folder)}), self.fenced)[0]
         return names
-
-
-def _common_part(result: dict[str, Any]) -> str:
-    """Return what all ranks must have computed equally, as text: all but costs and times."""
-    update = {name: value for name, value in result["update"].items() if name != "costs"}
-    update["metrics"] = {name: value for name, value in update["metrics"].items() if name != "seconds"}
-    return repr([update, result["weights"]])
 
 
 def _combine_costs(costs: Sequence[Metrics]) -> dict[str, float]:

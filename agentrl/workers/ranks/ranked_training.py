@@ -10,7 +10,7 @@ from agentrl.workers.ranks.rank_messages import RankCommand
 from agentrl.workers.ranks.training_command import decode_result, encode_training
 from agentrl.workflow.errors import RankLost
 from agentrl.workflow.models.parameters import Parameters
-from agentrl.workflow.training.offline_checkpoint import AGAIN_HINT, catch_interrupt
+from agentrl.workflow.training.offline_checkpoint import AGAIN_HINT, catch_interrupt, remove_empty_folder
 from agentrl.workflow.training.offline_training import ProgressListener, TrainedModel
 
 
@@ -55,4 +55,5 @@ def train_on_ranks(devices: Sequence[str], training: "partial[TrainedModel]", pr
         raise RankLost(error.message, f"To continue from the last checkpoint, {AGAIN_HINT}.") from error
     finally:
         group.close()
+        remove_empty_folder(training.keywords["target"])
     return decode_result(results[0])

@@ -130,6 +130,7 @@ def start_server(where: Settings) -> "subprocess.Popen[bytes]":
     while not is_answering(where):
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
+            process.wait()
             raise ServiceError(f"{binary} does not start.", f"See {where.stack_dir / 'redis.log'}.")
         time.sleep(0.02)
     return process

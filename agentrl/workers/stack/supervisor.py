@@ -213,6 +213,7 @@ class Supervisor:
                     process.wait(embedded.STOP_SECONDS)
                 except subprocess.TimeoutExpired:
                     process.kill()
+                    process.wait()
 
 
 def _record_loss(role: str, pid: int, code: int, out_of_memory: bool) -> None:

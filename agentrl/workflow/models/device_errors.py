@@ -51,7 +51,8 @@ def as_device_lost(error: BaseException) -> DeviceLost | None:
         return error
     if classify(error) != "device_lost":
         return None
-    lost = DeviceLost(str(error).partition("\n")[0].strip().rstrip("."))
+    reason = str(error).partition("\n")[0].strip().rstrip(".")
+    lost = DeviceLost(f"This process lost its device: {reason}.", "Restart the process.", reason)
     lost.__cause__ = error
     return lost
 

@@ -171,7 +171,7 @@ def observation(result: CodeResult, limits: Limits) -> str:
     reason = reasons(limits).get(result.status, "")
     if not reason and (not output or result.exit_code != 1):  # 1 is a traceback's, which says more
         reason = f"(exit code {result.exit_code})"
-    raise CodeFailure("\n".join(filter(None, (output, reason, left))), result.status)
+    raise CodeFailure("\n".join(filter(None, (output, reason, left))), status=result.status)
 
 
 def system_failed(result: CodeResult) -> bool:

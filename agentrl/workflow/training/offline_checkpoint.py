@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from agentrl.workflow import checkpoints
-from agentrl.workflow.errors import BrokenCheckpoint, CheckpointError, ConflictError
+from agentrl.workflow.errors import BrokenCheckpoint, CheckpointError, ConflictError, DatasetError
 from agentrl.workflow.training.optimizer import LossScale, optimizer_state, set_optimizer_state
 from agentrl.workflow.training.ranks import ALONE, Ranks
 
@@ -156,7 +156,7 @@ def open_resumable(
 
     Remove its checkpoint if the context ends without an exception. Raise ConflictError if another process makes that model, or
     another training of that model was interrupted. Raise CheckpointError if the checkpoint is broken, or the folder cannot be
-    written. Raise RankLost if the ranks have different keys.
+    written. Raise DatasetError if the ranks have different keys.
 
     Args:
         key: see `Resumable`.
@@ -168,22 +168,38 @@ def open_resumable(
     """
     place = _place(target)
     if ranks.rank:
-        ranks.agree(key, "examples, models or options")
+        _compare_keys(ranks, key)
         yield Resumable(place / LAST, key, every, clock)
         return
     with _lock_folder(place, target):
         last = place / LAST
-        checkpoints.repair_folder(last)
         resumable = Resumable(last, key, every, clock)
-        try:
-            _check(last, key, target)
-        except (CheckpointError, ConflictError):
-            if not overwrite:
-                raise
-            resumable.drop()
-        ranks.agree(key, "examples, models or options")
+        with ranks.using_files():
+            checkpoints.repair_folder(last)
+            try:
+                _check(last, key, target)
+            except (CheckpointError, ConflictError):
+                if not overwrite:
+                    raise
+                resumable.drop()
+        _compare_keys(ranks, key)
         yield resumable
         shutil.rmtree(place, ignore_errors=True)
+
+
+def remove_empty_folder(target: Path) -> None:
+    """Remove the folder of the training of the model `target` if it is empty and no process uses it. Rank 0 leaves it if it is
+    killed before its first checkpoint.
+    """
+    if (place := _place(target)).is_dir():
+        with suppress(CheckpointError, ConflictError), _lock_folder(place, target):
+            pass
+
+
+def _compare_keys(ranks: Ranks, key: str) -> None:
+    """Raise DatasetError if the ranks have different keys. Their models and recipes are equal, so their examples differ."""
+    hint = "The dataset must yield the same rows in each process: without unseeded random numbers, or the order of a set."
+    ranks.agree(key, "examples", DatasetError, hint)
 
 
 def rendering_clock(target: Path, overwrite: bool = False, ranks: Ranks = ALONE) -> datetime:

@@ -274,7 +274,8 @@ def train(
     device = next(module.parameters()).device
     optimizer = make_optimizer(recipe.optimizer, parameters, recipe.learning_rate, BETAS, WEIGHT_DECAY)
     loss_scale = LossScale(module)
-    done = resumable.load(parameters, optimizer, loss_scale) if resumable else 0
+    with ranks.using_files():
+        done = resumable.load(parameters, optimizer, loss_scale) if resumable else 0
     writer = resumable if ranks.rank == 0 else None
     ranks.compare_weights(parameters.values())
     order = batches(len(examples), recipe.batch_size, recipe.seed)
@@ -308,7 +309,8 @@ def train(
                 metrics = {**metrics, "held_out": measure(module, held_out, objective, backoff, ranks)}
             stopped = any(ranks.gather(stop())) and step + 1 < recipe.steps
             if writer:
-                writer.save_if_due(step + 1, recipe.steps, parameters, optimizer, loss_scale, now=stopped)
+                with ranks.using_files():
+                    writer.save_if_due(step + 1, recipe.steps, parameters, optimizer, loss_scale, now=stopped)
             progress.step(step + 1, recipe.steps, sum(map(objective.tokens, batch)), metrics)
             if stopped:
                 goes_on = "the same command goes on there" if resumable else "nothing was written"
@@ -439,14 +441,14 @@ def save(learner: Learner, trained_model: TrainedModel, source: Mapping[str, Any
     """
     if ranks.rank:
         return trained_model
-    module = merge_weights(learner.policy) if learner.policy else learner.module
     details = {
         "tool_format": learner.chat.manner.tool_format.name,
         "examples": trained_model.examples,
         "left_out": dict(trained_model.left_out),
         "metrics": dict(trained_model.metrics),
     }
-    write_model(
-        trained_model.folder, module, learner.chat.tokenizer, {**source, "recipe": asdict(trained_model.recipe), **details}
-    )
+    source = {**source, "recipe": asdict(trained_model.recipe), **details}
+    with ranks.using_files():
+        module = merge_weights(learner.policy) if learner.policy else learner.module
+        write_model(trained_model.folder, module, learner.chat.tokenizer, source)
     return trained_model

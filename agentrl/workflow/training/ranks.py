@@ -8,6 +8,7 @@ ranks only wait longer.
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from agentrl.workflow.errors import RankLost
+from agentrl.workflow.errors import AgentRLError, RankLost
 from agentrl.workflow.training.reports import Metrics, add_up
 
 T = TypeVar("T")
@@ -27,7 +28,7 @@ MAX_VALUE_BYTES = 2**14
 """The size of the buffer in which a rank sends a value, such as its sums of metrics, as JSON."""
 
 
-def _ignore() -> None:
+def _ignore(*values: object) -> None:
     pass
 
 
@@ -42,11 +43,23 @@ class Ranks:
         rank: the number of this process, from 0.
         count: the number of ranks.
         report_progress: is called for each microbatch, so a watcher sees that this rank still computes.
+        report_files: is called with True before this rank reads or writes files, and with False after it. Meanwhile a watcher
+            expects no microbatch.
     """
 
     rank: int = 0
     count: int = 1
     report_progress: Callable[[], None] = _ignore
+    report_files: Callable[[bool], None] = _ignore
+
+    @contextmanager
+    def using_files(self) -> Iterator[None]:
+        """Report that this rank reads or writes files in this context: a checkpoint may take longer than any microbatch."""
+        self.report_files(True)
+        try:
+            yield
+        finally:
+            self.report_files(False)
 
     def deal(self, items: Sequence[T], size: Callable[[T], int]) -> Sequence[T]:
         """Return the items that this rank reads; it may have none. The ranks have about the same number of tokens.
@@ -108,10 +121,16 @@ class Ranks:
         dist.all_gather(buffers, torch.frombuffer(bytearray(data.ljust(MAX_VALUE_BYTES)), dtype=torch.uint8))
         return [json.loads(buffer.numpy().tobytes()) for buffer in buffers]
 
-    def agree(self, value: Any, what: str) -> None:
-        """Wait for all ranks. Raise RankLost if their values, which the text `what` names, differ."""
-        if any(other != value for other in self.gather(value)):
-            raise RankLost(f"The {self.count} ranks have different {what}.", "Check the devices of the ranks.")
+    def agree(
+        self,
+        value: Any,
+        what: str,
+        error: type[AgentRLError] = RankLost,
+        hint: str = "Check the devices of the ranks.",
+    ) -> None:
+        """Wait for all ranks. Raise the error if their values, which the text `what` names, differ."""
+        if len(set(map(repr, self.gather(value)))) > 1:  # as text, in which NaN equals NaN
+            raise error(f"The {self.count} ranks have different {what}.", hint)
 
     def compare_weights(self, parameters: Iterable[nn.Parameter]) -> None:
         """Wait for all ranks. Raise RankLost if their weights differ."""

@@ -113,7 +113,7 @@ def sft(
 
     Raises:
         ConflictError: `overwrite` is False, and the target exists or another training of it was interrupted.
-        DatasetError: the dataset has no demonstrations, or none that fits the model.
+        DatasetError: the dataset has no demonstrations, none that fits the model, or other ones in other ranks.
         ConfigError: the recipe's optimizer does not work here.
         ModelError: the model cannot be loaded, its chat template cannot render such conversations, or the loss is not finite.
         CheckpointError: the policy's weights differ from the recorded ones, or a checkpoint cannot be written.
