@@ -23,7 +23,7 @@ from agentrl.workers.ranks.host_meeting import HostMeeting, JoinedHost, RankOffe
 from agentrl.workers.ranks.rank_group import RankGroup
 from agentrl.workers.ranks.rank_messages import decode_error, encode_error
 from agentrl.workers.requests import requirements
-from agentrl.workflow import trainers
+from agentrl.workflow import checkpoints, trainers
 from agentrl.workflow.config import build
 from agentrl.workflow.errors import ConfigError, Fenced, InfraError, ModelError
 from agentrl.workflow.models.devices import devices_of_ranks
@@ -234,14 +234,12 @@ def test_hosts_that_cannot_be_are_refused(database: Database, monkeypatch: pytes
             build({"update.hosts": value})
     with pytest.raises(ConfigError, match=r"The trainer trl updates on one host, and update\.hosts is 2"):
         trainers.check(build({"update.hosts": 2, "update.trainer": "trl"}))
-    check_hosts(2, "/mnt/runs")
-    with pytest.raises(ConfigError, match=r"a folder that all hosts share, and 's3://bucket/runs' is a URL"):
-        check_hosts(2, "s3://bucket/runs")
+    check_hosts(2)
     monkeypatch.delenv("AGENTRL_RANKS_HOST")
     settings.cache_clear()
-    check_hosts(1, "s3://bucket/runs")
+    check_hosts(1)
     with pytest.raises(ConfigError, match="AGENTRL_RANKS_HOST is not set"):
-        check_hosts(2, "/mnt/runs")
+        check_hosts(2)
 
 
 def test_worker_check_reports_missing_ranks_host(home: Path, tmp_path: Path) -> None:
@@ -298,10 +296,18 @@ def test_member_asks_once_at_a_meeting_that_refuses_it(
 
 
 @pytest.fixture
-def member(database: Database, forks: Nursery, home: Path) -> Iterator[Child]:
+def other_home(tmp_path: Path) -> Path:
+    """The data folder of the other host."""
+    return tmp_path / "other-home"
+
+
+@pytest.fixture
+def member(database: Database, forks: Nursery, other_home: Path) -> Iterator[Child]:
     """A worker `ranks`, beside a meeting whose train worker is dead."""
     open_meeting(database, RankMeeting(f"{HERE}:1", "1", "exact", TOKEN), 600)
-    child = forks.start("bench.faults.fork_server:serve", ["ranks"], environment={**os.environ, "AGENTRL_HOME": str(home)})
+    url = database.url.render_as_string(hide_password=False)
+    environment = {**os.environ, "AGENTRL_HOME": str(other_home), "AGENTRL_DATABASE_URL": url}
+    child = forks.start("bench.faults.fork_server:serve", ["ranks"], environment=environment)
     yield child
     child.kill(signal.SIGTERM)
     assert child.end() == 0, child.log.read_text()
@@ -309,7 +315,7 @@ def member(database: Database, forks: Nursery, home: Path) -> Iterator[Child]:
 
 @pytest.mark.slow
 def test_two_hosts_make_the_update_of_one(
-    database: Database, member: Child, folder: Path, tmp_path: Path, forked_programs: None
+    database: Database, member: Child, other_home: Path, folder: Path, tmp_path: Path, forked_programs: None
 ) -> None:
     """Bit for bit that of two devices, and that of one process up to rounding. The group stays warm for a second run."""
     run = config(**{"update.hosts": 2, "model.lora_dropout": 0.3})
@@ -327,6 +333,8 @@ def test_two_hosts_make_the_update_of_one(
             one.load(None)
             one.update(groups_of(), 0)
         assert largest_difference(saved(alone, tmp_path / "alone"), saved(together, tmp_path / "together")) < 1e-10
+        url = f"file://{tmp_path}/runs/stored"
+        sha256 = checkpoints.write(url, together.save)
         assert hosts.is_alive
         (rank,) = ranks_of(member)
         with pytest.raises(ConfigError, match=r"There is no folder '.*none', which has the run's checkpoint"):
@@ -335,7 +343,10 @@ def test_two_hosts_make_the_update_of_one(
         assert are_gone([rank])
     with closing(RankGroup.start(["cpu"], meeting_of(database))) as again:
         together = ranked(again, folder, ON_HOSTS)
-        together.load(tmp_path / "together")
+        together.load(url, sha256)
+        saved(together, tmp_path / "again")
+        assert hashes(tmp_path / "again") == hashes(tmp_path / "together")
+        assert len(list(other_home.rglob("cache/*/stored"))) == 1  # each host has fetched its own copy
         again_rank = ranks_of(member)
     assert are_gone(again_rank)
 

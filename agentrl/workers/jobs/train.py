@@ -283,7 +283,8 @@ def _load_trainer(
         ready = _start_trainer(work, experiment, loaded.policy, devices, fenced)
         if isinstance(ready, RankedTrainer):
             ready.fenced = fenced
-        if path:
+            ready.load(path or None, work.policy.sha256, part)
+        elif path:
             checkpoints.read(path, work.policy.sha256, part, partial(ready.load, fresh=part == "start"))
         else:
             ready.load(None)
@@ -300,7 +301,7 @@ def _start_trainer(
 ) -> Trainer | RankedTrainer:
     config = experiment.config
     if config.update.hosts > 1:
-        check_hosts(config.update.hosts, work.output_dir)
+        check_hosts(config.update.hosts)
         meeting = HostMeeting(config.update.hosts, str(config.update.devices), config.model.numerics, database(), fenced)
         return RankedTrainer(group_for(devices, meeting), policy, config, work.iterations, work.policy.base)
     if len(devices) > 1:

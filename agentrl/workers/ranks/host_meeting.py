@@ -23,7 +23,7 @@ from logging import getLogger
 from agentrl import __version__
 from agentrl.workflow.config import MAX_DEVICES
 from agentrl.workflow.errors import ConfigError, Fenced, InfraError, ServiceError
-from agentrl.workflow.settings import is_url, settings
+from agentrl.workflow.settings import settings
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.rank_meetings import RankMeeting, close_meeting, open_meeting
 
@@ -50,19 +50,11 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """The environment variables that name the interface of the connections between ranks."""
 
 
-def check_hosts(hosts: int, output_dir: str) -> None:
-    """Raise ConfigError if this process cannot lead updates on so many hosts.
-
-    Args:
-        hosts: `update.hosts`.
-        output_dir: the folder or the URL of the run's checkpoints.
-    """
+def check_hosts(hosts: int) -> None:
+    """Raise ConfigError if this process cannot lead updates on so many hosts, which is `update.hosts`."""
     if hosts > 1 and not settings().ranks_host:
         message = f"update.hosts={hosts} needs an address of the train worker's machine, and AGENTRL_RANKS_HOST is not set."
         raise ConfigError(message, "Set it to an address in a private network, for example 10.0.0.1.")
-    if hosts > 1 and is_url(output_dir):
-        message = f"update.hosts={hosts} needs checkpoints in a folder that all hosts share, and {output_dir!r} is a URL."
-        raise ConfigError(message, "Pass --output-dir, or set AGENTRL_CHECKPOINTS to a shared folder.")
 
 
 def keep_alive(link: socket.socket) -> None:

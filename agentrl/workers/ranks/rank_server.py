@@ -4,17 +4,19 @@ that the rank sends as its reply.
 
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from agentrl.workers.ranks.rank_messages import RankCommand, decode_groups, encode_update
+from agentrl.workflow import checkpoints
 from agentrl.workflow.errors import ConfigError, ModelError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.models.parameters import count_parameters
 from agentrl.workflow.models.policy import Policy
-from agentrl.workflow.settings import settings
+from agentrl.workflow.settings import is_url, settings
 from agentrl.workflow.training.ranks import Ranks
 from agentrl.workflow.training.trainer import Trainer
 
@@ -51,15 +53,22 @@ class RankServer:
         }
         return commands[command.name]()
 
-    def _load(self, config: Any, base: str, base_hash: str, iterations: int, folder: str | None, fresh: bool) -> dict[str, Any]:
+    def _load(
+        self, config: Any, base: str, base_hash: str, iterations: int, checkpoint: tuple[str, str, checkpoints.Part] | None
+    ) -> dict[str, Any]:
         run = Experiment.load(config).config
-        if self._has_other_hosts and folder is not None and not Path(folder).is_dir():
-            message = f"There is no folder {folder!r}, which has the run's checkpoint."
-            raise ConfigError(message, "All hosts of an update must share the folder of the checkpoints.")
+        path, sha256, part = checkpoint or ("", "", "all")
+        if self._has_other_hosts and path and not is_url(path) and not Path(path).is_dir():
+            message = f"There is no folder {path!r}, which has the run's checkpoint."
+            raise ConfigError(message, "The hosts of an update must share that folder, or keep checkpoints at a URL.")
         self._trainer = None
         policy = self._load_policy(run.model.model_dump_json(exclude={"path"}), run, base, base_hash)
-        self._trainer = Trainer(policy, run, iterations, self._ranks)
-        self._trainer.load(None if folder is None else Path(folder), fresh)
+        trainer = Trainer(policy, run, iterations, self._ranks)
+        if path:
+            checkpoints.read(path, sha256, part, partial(trainer.load, fresh=part == "start"))
+        else:
+            trainer.load(None)
+        self._trainer = trainer
         with policy.training() as module:
             return {"parameters": str(count_parameters(module))}
 

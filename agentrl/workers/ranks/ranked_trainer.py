@@ -7,6 +7,7 @@ from statistics import fmean
 
 from agentrl.workers.ranks.rank_group import RankGroup
 from agentrl.workers.ranks.rank_messages import RankCommand, decode_update, encode_groups
+from agentrl.workflow.checkpoints import Part
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.training.reports import Metrics, Update
@@ -41,10 +42,16 @@ class RankedTrainer:
         """True if all ranks run."""
         return self._group.is_alive
 
-    def load(self, folder: Path | None, fresh: bool = False) -> None:
-        """Load the state of a checkpoint into all ranks. See `Trainer.load`."""
-        place = None if folder is None else str(folder)
-        results = self._group.call(RankCommand("load", {**self._run, "folder": place, "fresh": fresh}), self.fenced)
+    def load(self, path: Path | str | None, sha256: str = "", part: Part = "all") -> None:
+        """Load the state of a checkpoint into all ranks; None: start from the untrained base.
+
+        Each host fetches a checkpoint at a URL itself. Raises what `checkpoints.read` and `Trainer.load` raise.
+
+        Args:
+            path, sha256, part: see `checkpoints.read`. With the part `start`, the ranks load only the weights.
+        """
+        checkpoint = None if path is None else (str(path), sha256, part)
+        results = self._group.call(RankCommand("load", {**self._run, "checkpoint": checkpoint}), self.fenced)
         self.parameters = results[0]["parameters"]
 
     def update(self, groups: Sequence[Group], iteration: int) -> Update:

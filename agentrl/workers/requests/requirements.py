@@ -277,7 +277,7 @@ def _train_checks(needs: Requirements) -> Iterator[Callable[[], object]]:
     yield partial(load_hooks, config.hooks)
     yield partial(_check_model, config, needs.base)
     yield partial(_check_output_dir, needs.output_dir)
-    yield partial(check_hosts, config.update.hosts, needs.output_dir)
+    yield partial(check_hosts, config.update.hosts)
     yield partial(_check_devices, config)
     yield partial(_check_optimizer, config)
     if config.update.trainer == "trl":
