@@ -208,8 +208,11 @@ class World(RuleBasedStateMachine):
         del roller.episodes[episode.id]
         if not roller.episodes:
             self.rollers.remove(roller)
-        if ended.iteration is not None and send:
-            self.send_train(ended.iteration)
+        dies_before_mark = not send and roller.work.fence.group % 2
+        if ended.iteration is None or dies_before_mark:
+            return
+        if planning.mark_first_train_sent(self.db, ended.iteration) and send:
+            self.send_train(ended.iteration, write=False)
 
     @precondition(lambda self: self.rollers)
     @rule(pick=pick, how=st.sampled_from(["dies", "dies", "fails", "hands back"]), moves=moves)

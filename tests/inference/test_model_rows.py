@@ -193,7 +193,9 @@ def test_engine_cache_of_ended_turns_is_bounded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["Qwen3", "Qwen3.5"])
 def test_engine_keeps_rows_whose_neighbours_continue(family: str, tmp_path: Path) -> None:
-    """The rows that ended together nearly fill the cache. Those that have continued give their memory back one by one."""
+    """The rows that ended together nearly fill the cache. Those that have continued give their memory back, a quarter at a
+    time: until they are so many, the oldest row is dropped instead.
+    """
     policy = load(tmp_path, FAMILIES[family]())
     base = PolicyRef(str(tmp_path), policy.base_hash)
     engine = RollingEngine(policy, slots=8)
@@ -202,15 +204,18 @@ def test_engine_keeps_rows_whose_neighbours_continue(family: str, tmp_path: Path
         return engine.submit(GenerateRequest(prompt, base, session, first, tokens, follows_length=True, session=session))
 
     ended = [future.result(60) for future in [play(key, (5, 6 + key), 0, 118) for key in range(8)]]
+    dropped: set[int] = set()
     for key in (0, 7, 3):
         prompt = (5, 6 + key, *ended[key].token_ids, 9)
         assert play(key, prompt, 118, 2).result(60)
-        assert set(engine._batch._left) == set(range(8))
+        dropped |= set(range(8)) - set(engine._batch._left)
+        assert len(dropped) <= 1
         assert engine._batch._left_tokens() <= engine._batch._rows.tokens
     fresh = RollingEngine(policy, slots=8)
-    prompt = (5, 7, *ended[1].token_ids, 9)
-    read_anew = fresh.submit(GenerateRequest(prompt, base, 1, 118, 4)).result(60)
-    again = play(1, prompt, 118, 4).result(60)
+    (key, *_) = {2, 4, 5, 6} - dropped
+    prompt = (5, 6 + key, *ended[key].token_ids, 9)
+    read_anew = fresh.submit(GenerateRequest(prompt, base, key, 118, 4)).result(60)
+    again = play(key, prompt, 118, 4).result(60)
     assert again.token_ids == read_anew.token_ids
     assert again.logprobs == pytest.approx(read_anew.logprobs, abs=1e-5)
     engine.close()

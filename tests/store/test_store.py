@@ -22,7 +22,6 @@ from agentrl.workflow.store import (
     rollout_claims,
     run_names,
     steps,
-    train_claims,
     train_commits,
 )
 from agentrl.workflow.store.connect import Database
@@ -304,9 +303,23 @@ def test_finish_at_once_reports_ready_iteration(database: Database) -> None:
     groups = start(database, submission(tasks=6, tasks_per_iteration=6))
     with ThreadPoolExecutor(6) as pool:
         ended = list(pool.map(lambda group: play(database, group), groups))
-    (ready_iteration,) = {end.iteration for end in ended} - {None}
-    claims = [train_claims.claim_iteration(database, ready_iteration, f"host:{number}", LEASE) for number in range(2)]
-    assert [work is not None for work in claims] == [True, False]  # more than one group may report it
+    # Several groups may report it, and one of them sends.
+    (ready_iteration,) = {end.iteration for end in ended if end.iteration is not None}
+    with ThreadPoolExecutor(6) as pool:
+        sends = list(pool.map(lambda _: planning.mark_first_train_sent(database, ready_iteration), groups))
+    assert sorted(sends) == [False] * 5 + [True]
+    assert values(database, "SELECT train_sends FROM iterations WHERE number = 0") == [1]
+
+
+def test_train_job_is_not_marked_while_a_group_is_open(database: Database) -> None:
+    first, second = start(database, submission())
+    (iteration,) = planning.open_iterations(database, 1)[:1]
+    play(database, first)
+    assert not planning.mark_first_train_sent(database, iteration)
+    play(database, second)
+    assert planning.mark_first_train_sent(database, iteration)
+    planning.forget_train_sent(database, iteration)
+    assert planning.mark_first_train_sent(database, iteration)
 
 
 def test_episode_finishes_once(database: Database) -> None:

@@ -108,9 +108,9 @@ def test_recorder_suffices_from_first_turn_to_reward(database: Database) -> None
     record = episode_rows.find_episode(database, first)
     assert (record.episode.status, record.episode.stop_reason) == ("done", "answered")
     assert {row["part"]: row["value"] for row in record.rewards} == {LENGTH: 2.0, "bonus": 0.25}
-    assert recorder.iteration_ready is None
+    assert not recorder.has_ended
     recorder.finish([Outcome(second, "failed", error_class="EnvError", error="gone")])
-    assert (recorder.episodes, recorder.iteration_ready) == ({}, 1)
+    assert (recorder.episodes, recorder.has_ended) == ({}, True)
     assert ended == [first, second]
     turn = ["to sample, {0} steps", "recorded, {1} steps"]
     told = [page.format(index, index + 1) for index in (0, 1) for page in turn]

@@ -31,7 +31,7 @@ class EpisodeRecorder:
 
     Args:
         on_end: called with each episode that ends.
-        iteration_ready: the id of the iteration if this group ended and all other groups of the iteration had ended; else None.
+        has_ended: whether the group has ended.
         own_rewards: the rewards that external agents returned, by episode. These rewards, and the rewards that tools emit, have
             weight 1 if the run has no other rewards or `counts_own` is True; otherwise they have weight 0.
         of_agents: True if external agents decide the turns.
@@ -45,7 +45,7 @@ class EpisodeRecorder:
     judges: Mapping[str, Judge]
     limits: RolloutConfig
     on_end: Callable[[Episode], None]
-    iteration_ready: int | None = None
+    has_ended: bool = False
     own_rewards: dict[int, Mapping[str, float]] = field(default_factory=dict)
     counts_own: bool = False
     of_agents: bool = False
@@ -162,14 +162,12 @@ class EpisodeRecorder:
         if not outcomes:
             return
         outcomes = [self._of_agent(outcome) if self.of_agents else outcome for outcome in outcomes]
-        has_group_ended = store.finish_episodes(self.db, self.work.fence, outcomes, self.work.reward_set, self.work.weights)
+        self.has_ended = store.finish_episodes(self.db, self.work.fence, outcomes, self.work.reward_set, self.work.weights)
         self._report_going_on()
         for outcome in outcomes:
             episode = self.episodes.pop(outcome.episode, None)
             if episode is not None:
                 self.on_end(episode)
-        if has_group_ended:
-            self.iteration_ready = store.find_ready_iteration(self.db, self.work.fence.group)
 
     def _of_agent(self, outcome: Outcome) -> Outcome:
         """Return the outcome with the agent's error. If the outcome already has an error of another cause, that error stays."""

@@ -19,7 +19,7 @@ from agentrl.workers.jobs.inbox import POLL_SECONDS, Inbox, take_events
 from agentrl.workers.jobs.lost_device import end_if_device_lost
 from agentrl.workers.jobs.model_slot import LoadedModel, models
 from agentrl.workers.stack.celery_app import app, row_id
-from agentrl.workers.stack.dispatch import send_train
+from agentrl.workers.stack.dispatch import send_first_train
 from agentrl.workers.stack.process import (
     claim_name,
     confirm_base,
@@ -199,9 +199,7 @@ def _fetch_weights(works: Sequence[GroupWork]) -> None:
 def _count_failure(work: GroupWork, error: Exception) -> None:
     attempts = work.config["rollout"]["max_attempts"]
     if store.fail_attempt(database(), work.fence, type(error).__name__, str(error), attempts):
-        iteration = store.find_ready_iteration(database(), work.fence.group)
-        if iteration is not None:
-            _try_send_train(iteration)
+        _send_train_if_ready(work.fence.group)
 
 
 def _drive_rollouts(rollouts: Mapping[int, Driver], inbox: Inbox) -> None:
@@ -246,16 +244,19 @@ def _run_guarded(driver: Driver, act: Callable[[], None]) -> None:
         log.exception("group %d failed", driver.work.fence.group)
         driver.lose()
         _count_failure(driver.work, error)
-    if driver.recorder.iteration_ready is not None:
-        _try_send_train(driver.recorder.iteration_ready)
-        driver.recorder.iteration_ready = None
+    if driver.recorder.has_ended:
+        driver.recorder.has_ended = False
+        _send_train_if_ready(driver.work.fence.group)
 
 
-def _try_send_train(iteration: int) -> None:
+def _send_train_if_ready(group: int) -> None:
+    """Send the train job of an ended group's iteration if the iteration's other groups have ended too."""
     try:
-        send_train(database(), iteration)
+        iteration = store.find_ready_iteration(database(), group)
+        if iteration is not None:
+            send_first_train(database(), iteration)
     except ServiceError as error:
-        log.warning("the control loop will send train(%d): %s", iteration, error)
+        log.warning("the control loop will send the train job of group %d: %s", group, error)
 
 
 def _hand_back_groups(works: Sequence[GroupWork]) -> None:

@@ -40,6 +40,11 @@ MIN_SILENCE_SECONDS = 10.0
 END_SECONDS = 1.0
 """The time in which the kernel ends a process whose connections it has closed, in seconds."""
 
+DEADLY_SIGNALS = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
+"""The exit codes of a rank that was killed (for example out of memory) or crashed, which is never the consequence of an error of
+another rank.
+"""
+
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """The environment variables that keep the ranks' connections on this machine. If the worker's environment sets one of them to
 another interface, that interface is used.
@@ -105,8 +110,10 @@ class RankGroup:
             if meeting is None:
                 # The ranks find each other by a file in memory. It has no name, so only they can open it. It ends with them.
                 store = os.memfd_create("agentrl-ranks")
-                group._start_ranks(len(devices), f"file:///proc/self/fd/{store}", LOOPBACK, store)
-                os.close(store)
+                try:
+                    group._start_ranks(len(devices), f"file:///proc/self/fd/{store}", LOOPBACK, store)
+                finally:
+                    os.close(store)
             else:
                 group._start_with(meeting.gather(devices[0].partition(":")[0]))
         except BaseException:
@@ -139,8 +146,8 @@ class RankGroup:
             ours, theirs = socket.socketpair()
             url = f"{store}?fd={descriptor}" if number == 0 and store.startswith("tcp:") else store
             place = RankPlace(number, count, len(self.devices), device, url)
-            self._ranks.append(Rank(start_rank(place, theirs.fileno(), interfaces, descriptor), ours))
-            theirs.close()
+            with theirs:
+                self._ranks.append(Rank(start_rank(place, theirs.fileno(), interfaces, descriptor), ours))
 
     @property
     def is_alive(self) -> bool:
@@ -223,15 +230,15 @@ class RankGroup:
     def _cause(self, number: int, error: Mapping[str, str], name: str) -> AgentRLError:
         """Return the error that a rank reported. If it is the consequence of another rank's end, return that.
 
-        It is a consequence if another rank ended before the error, or was killed (for example out of memory), which may
-        be seen a little later. Another end that is seen later may itself be a consequence.
+        It is a consequence if another rank ended before the error, or by one of DEADLY_SIGNALS, which may be seen a little
+        later. Another end that is seen later may itself be a consequence.
         """
         others = {other: rank.process for other, rank in enumerate(self._ranks) if other != number and rank.process is not None}
         ended = [] if error["class"] else [other for other, process in others.items() if process.poll()]
         deadline = time.monotonic() + (0 if error["class"] else END_SECONDS)
         while not ended and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS / 10)
-            ended = [other for other, process in others.items() if process.poll() == -signal.SIGKILL]
+            ended = [other for other, process in others.items() if process.poll() in DEADLY_SIGNALS]
         return self._lost_error(ended[0], name) if ended else decode_error(error, number, self._ranks[number].host)
 
     def _note_progress(self, rank: Rank, values: Mapping[str, Any], progressed: float) -> float:

@@ -60,6 +60,18 @@ def send_rollouts(db: Database, groups: Sequence[int]) -> None:
     planning.mark_groups_sent(db, groups, moment)
 
 
+def send_first_train(db: Database, iteration: int) -> None:
+    """Send the train job of an iteration whose last groups have just ended. Of several groups that end together, one sends."""
+    if not planning.mark_first_train_sent(db, iteration):
+        return
+    try:
+        with _broker_errors("train"):
+            app.send_task("agentrl.train", args=[iteration], ignore_result=True)
+    except ServiceError:
+        planning.forget_train_sent(db, iteration)  # so the control loop sends it as soon as the broker is back
+        raise
+
+
 def send_train(db: Database, iteration: int) -> None:
     moment = planning.db_clock_ms(db)
     with _broker_errors("train"):

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from logging import getLogger
@@ -213,7 +214,8 @@ class Supervisor:
                     process.wait(embedded.STOP_SECONDS)
                 except subprocess.TimeoutExpired:
                     process.kill()
-                    process.wait()
+                    with suppress(subprocess.TimeoutExpired):  # the kernel may hold a process whose device or disk hangs
+                        process.wait(embedded.STOP_SECONDS)
 
 
 def _record_loss(role: str, pid: int, code: int, out_of_memory: bool) -> None:

@@ -389,23 +389,26 @@ class Batch:
             self._left.clear()  # costs only time
 
     def _shrink(self, excess: float) -> None:
-        """Free memory in one block of cached values: that of the rows that are not needed any more. If each block needs all of
-        its rows, drop the oldest rows of the oldest block that together have memory for `excess` tokens.
+        """Free memory in the block with the most rows that are no longer cached. If there is none, free it in the oldest block,
+        by dropping the oldest rows that together have memory for `excess` tokens.
+
+        At least a quarter of the block is freed, if necessary by dropping rows, because its other rows are copied. So there are
+        at most three copies for each row that is freed.
         """
         blocks: dict[int, list[int]] = {}
         for session, left in self._left.items():
             blocks.setdefault(id(left.cache.block), []).append(session)
-        partly_needed = (some for some in blocks.values() if len(some) < self._left[some[0]].cache.block.rows)
-        sessions = next(partly_needed, None)
-        if sessions is None:
-            sessions = next(iter(blocks.values()))
-            block = self._left[sessions[0]].cache.block
-            dropped = math.ceil(excess * block.rows / max(1, block.tokens))
-            for session in sessions[:dropped]:
-                del self._left[session]
-            del sessions[:dropped]
-        compacted = self._rows.compact([self._left[session].cache for session in sessions]) if sessions else []
-        for session, cache in zip(sessions, compacted, strict=True):
+        unused_rows = {key: self._left[alike[0]].cache.block.rows - len(alike) for key, alike in blocks.items()}
+        key = max(blocks, key=lambda key: unused_rows[key])  # of equal ones, the oldest
+        sessions, unused = blocks[key], unused_rows[key]
+        block = self._left[sessions[0]].cache.block
+        needed = 0 if unused else math.ceil(excess * block.rows / max(1, block.tokens))
+        dropped = max(needed, math.ceil(block.rows / 4) - unused, 0)
+        for session in sessions[:dropped]:
+            del self._left[session]
+        others = sessions[dropped:]
+        compacted = self._rows.compact([self._left[session].cache for session in others]) if others else []
+        for session, cache in zip(others, compacted, strict=True):
             self._left[session] = _EndedTurn(self._left[session].ids, cache)
 
     def _left_tokens(self) -> int:

@@ -383,6 +383,29 @@ def mark_train_sent(tx: Connection, iteration: int, sent_ms: int | None = None) 
 
 
 @transaction
+def mark_first_train_sent(tx: Connection, iteration: int) -> bool:
+    """Note that the iteration's train job is sent now. Return False, and note nothing, if that was noted before, or if a group
+    of the iteration is open.
+    """
+    is_open = exists().where(schema.groups.c.iteration_id == iteration, schema.groups.c.status.in_(OPEN))
+    marked = tx.execute(
+        update(schema.iterations)
+        .where(schema.iterations.c.id == iteration, schema.iterations.c.train_sent_ms.is_(None), ~is_open)
+        .values(train_sent_ms=now_ms(), train_sends=1)
+    )
+    return marked.rowcount == 1
+
+
+@transaction
+def forget_train_sent(tx: Connection, iteration: int) -> None:
+    """Undo `mark_first_train_sent`, because the message was not sent."""
+    sent = schema.iterations.c
+    tx.execute(
+        update(schema.iterations).where(sent.id == iteration, sent.train_sends == 1).values(train_sent_ms=None, train_sends=0)
+    )
+
+
+@transaction
 def start_iteration(tx: Connection, iteration: int) -> list[int]:
     """Mark a planned iteration as running; return the ids of its open groups, in slot order."""
     started = tx.execute(

@@ -11,7 +11,20 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, ColumnElement, Connection, Select, bindparam, case, func, select, tuple_, update
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    ColumnElement,
+    Connection,
+    Select,
+    bindparam,
+    case,
+    exists,
+    func,
+    select,
+    tuple_,
+    update,
+)
 
 from agentrl.workflow.errors import Fenced
 from agentrl.workflow.rewards import Part
@@ -271,11 +284,9 @@ def are_all_closed(tx: Connection, groups: Sequence[int]) -> bool:
 @read_transaction
 def find_ready_iteration(tx: Connection, group: int) -> int | None:
     """Return the id of the group's iteration if all groups of the iteration have ended; else None."""
-    mine = select(schema.groups.c.iteration_id).where(schema.groups.c.id == group).scalar_subquery()
-    rows = tx.execute(
-        select(schema.groups.c.iteration_id, schema.groups.c.status).where(schema.groups.c.iteration_id == mine)
-    ).all()
-    return None if any(row.status in OPEN for row in rows) else int(rows[0].iteration_id)
+    others = schema.groups.alias()
+    is_open = exists().where(others.c.iteration_id == _GROUPS.iteration_id, others.c.status.in_(OPEN))
+    return tx.execute(select(_GROUPS.iteration_id).where(_GROUPS.id == group, ~is_open)).scalar_one_or_none()
 
 
 def extend_leases(db: Database, fences: Sequence[Fence], lease_seconds: float) -> set[int]:
@@ -385,7 +396,7 @@ def finish_episodes(
 
     The iteration is not locked, because the groups of an iteration often end together and would wait for each other. So ask
     `find_ready_iteration` after this commit whether all groups have ended. At least one of the groups that end together gets
-    the answer yes; several may.
+    the answer yes; several may, and `mark_first_train_sent` chooses one of them.
     """
     return end_episodes(tx, fence, outcomes, reward_set, weights)
 
