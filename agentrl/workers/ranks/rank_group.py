@@ -41,8 +41,8 @@ END_SECONDS = 1.0
 """The time in which the kernel ends a process whose connections it has closed, in seconds."""
 
 DEADLY_SIGNALS = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
-"""The exit codes of a rank that was killed (for example out of memory) or crashed, which is never the consequence of an error of
-another rank.
+"""The exit codes of a rank that was killed (for example out of memory) or crashed. An error of another rank never has this
+consequence.
 """
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

@@ -8,7 +8,7 @@ import { Examples } from "./evidence.js";
 import { number, plural, visible } from "./format.js";
 import { Machine } from "./machine.js";
 import { SearchView } from "./search.js";
-import { Command, Link, SecondsBar, Troubles, useData } from "./ui.js";
+import { Asked, Command, Link, SecondsBar, Troubles, useData } from "./ui.js";
 
 const PART_COLORS = { rollout: "w-group", "rollout and update": "w-agent", update: "w-update", stopped: "f-truncated" };
 
@@ -18,28 +18,28 @@ export function Overview(given) {
 
 /** A search is one iteration, so that its curves are dots. */
 function SearchOverview({ run, told, live }) {
-  const verdict = useData(path(`runs/${run}/verdict`), live.version).data;
-  return html`<${SearchView} run=${run} version=${live.version}><${Verdict} of=${verdict} /><${Errors} run=${run} typed=${told.typed} rows=${verdict?.errors} /><//>`;
+  const verdict = useData(path(`runs/${run}/verdict`), live.version);
+  return html`<${SearchView} run=${run} version=${live.version}><${Verdict} of=${verdict} /><${Errors} run=${run} typed=${told.typed} rows=${verdict.data?.errors} /><//>`;
 }
 
 function LearningOverview({ run, told, row, live, events }) {
   const version = live.version;
   const examples = useData(path(`runs/${run}/examples`), version);
-  const verdict = useData(path(`runs/${run}/verdict`), version).data;
+  const verdict = useData(path(`runs/${run}/verdict`), version);
   const titled = (rows, word) => rows.map((each, index) => [index ? `${word} ${index + 1}` : word, each]);
   return html`<${Verdict} of=${verdict} />
     ${row.iterations > 1 && html`<${RewardChart} run=${run} name=${row.run} version=${told.evaluations} fresh=${live.fresh} events=${events} />`}
     ${["planned", "running"].includes(row.status) && html`<${Machine} version=${live.loads} />`}
-    ${verdict?.health && html`<${Health} run=${run} of=${verdict.health} />`}
+    ${verdict.data?.health && html`<${Health} run=${run} of=${verdict.data.health} />`}
     ${told.seconds.length > 0 && html`<h2>Where the seconds went</h2><${SecondsBar} parts=${told.seconds.map(({ part, seconds }) => [part, seconds, PART_COLORS[part] || "f-open"])} />`}
-    <${Errors} run=${run} typed=${told.typed} rows=${verdict?.errors} />
+    <${Errors} run=${run} typed=${told.typed} rows=${verdict.data?.errors} />
     ${examples.data?.best.length > 0 && html`<h2>Episodes of ${row.iterations > 1 ? "the newest iteration" : "this run"}</h2>
       <${Examples} rows=${[...titled(examples.data.best, "best"), ...titled(examples.data.worst, "worst")]} />`}`;
 }
 
 /** Whether something is wrong in the run, as `agentrl changes` says it. */
 function Verdict({ of }) {
-  return of && html`<p>${visible(of.sentence)}</p><${Troubles} of=${of.troubles} />`;
+  return html`<${Asked} of=${of} what="what is unusual">${({ sentence, troubles }) => html`<p>${visible(sentence)}</p><${Troubles} of=${troubles} />`}<//>`;
 }
 
 /** One line about the newest iteration that ended. */
