@@ -10,7 +10,6 @@ from agentrl.workers.page.demo import open_demo
 from agentrl.workers.requests.run_verdict import judge_run
 from agentrl.workflow.analysis.run_health import (
     GroupCounts,
-    HealthTerms,
     IterationRecord,
     Trouble,
     describe_groups,
@@ -40,7 +39,7 @@ ITERATION = {
     "iteration": 2, "status": "done", "skipped": "", "tool_calls": 0, "tool_errors": 0, "episodes": 4, "trainable": 4,
     "staleness": 0,
 }  # fmt: skip
-GRPO = HealthTerms("grpo", max_staleness=1)
+GRPO = "grpo"
 
 
 def test_changes_route_explains_drop(sqlite: Database) -> None:
@@ -119,26 +118,25 @@ def test_update_health_names_what_is_off(name: str, value: float, word: str) -> 
 )
 def test_iteration_health_of_groups(counts: GroupCounts, algorithm: str | None, text: str, is_note: bool) -> None:
     record = IterationRecord(ITERATION, [HEALTHY], counts)
-    troubles = list_update_troubles("first", record, HealthTerms(algorithm))
+    troubles = list_update_troubles("first", record, algorithm)
     assert [(trouble.text.startswith(text), trouble.is_note) for trouble in troubles] == ([(True, is_note)] if text else [])
     compares = algorithm == "grpo"
-    assert list_checked([record], HealthTerms(algorithm)) == ["episodes", *(["groups"] if compares else []), "updates"]
-    assert list_checked([IterationRecord(ITERATION, [], GroupCounts())], HealthTerms(algorithm)) == ["episodes"]
+    assert list_checked([record], algorithm) == ["episodes", *(["groups"] if compares else []), "updates"]
+    assert list_checked([IterationRecord(ITERATION, [], GroupCounts())], algorithm) == ["episodes"]
 
 
 @pytest.mark.parametrize(
-    ("values", "max_staleness", "text"),
+    ("values", "text"),
     [
-        ({"trainable": 3}, 0, ""),
-        ({"trainable": 2}, 0, "2 of 4 episodes cannot be used."),
-        ({"trainable": 0, "status": "running"}, 0, ""),
-        ({"staleness": 2}, 2, ""),
-        ({"staleness": 2}, 1, "It was sampled 2 versions behind, but the run allows 1."),
+        ({"trainable": 3}, ""),
+        ({"trainable": 2}, "2 of 4 episodes cannot be used."),
+        ({"trainable": 0, "status": "running"}, ""),
+        ({"staleness": 2}, ""),
     ],
 )
-def test_iteration_health_of_episodes(values: dict[str, object], max_staleness: int, text: str) -> None:
+def test_iteration_health_of_episodes(values: dict[str, object], text: str) -> None:
     record = IterationRecord({**ITERATION, **values}, [HEALTHY], GroupCounts(8, 4, 2))
-    troubles = list_update_troubles("first", record, HealthTerms("grpo", max_staleness))
+    troubles = list_update_troubles("first", record, GRPO)
     assert [trouble.text for trouble in troubles] == ([text] if text else [])
 
 
@@ -155,6 +153,14 @@ WELL = {
     "status": "done", "rollout_seconds": 2.5, "update_seconds": 0.5, "skipped": "",
 }  # fmt: skip
 """A healthy iteration."""
+
+
+def test_health_of_iterations_without_episodes_is_unknown() -> None:
+    record = IterationRecord({**ITERATION, "episodes": 0, "trainable": 0}, [], GroupCounts())
+    assert list_checked([record], None) == []
+    run = {"run": "served", "status": "done", "reason": ""}
+    assert describe_health(run, 1, [], []).endswith("Its iterations have no episodes, so nothing can be said about its health.")
+    assert describe_health(run, 0, [], []).endswith("No iteration has ended, so nothing can be said about its health.")
 
 
 def test_iteration_troubles_count_each_kind_once() -> None:
@@ -207,7 +213,7 @@ def test_health_facts_mark_what_is_off() -> None:
     assert not any(fact.is_off for fact in facts)
     ill = {"flat_groups": 8, "tool_errors": 2, "trainable": 11, "staleness": 2, "skipped": "the loss is nan"}
     facts = list_health_facts({**WELL, **ill}, 3, GRPO)
-    assert [fact.is_off for fact in facts] == [True, True, True, True, False, True]
+    assert [fact.is_off for fact in facts] == [True, True, True, False, False, True]
 
 
 def test_iteration_route_counts_groups_in_words(sqlite: Database) -> None:

@@ -1,6 +1,6 @@
 """Whether something is wrong in a run or in an iteration. The web page and the terminal read the same facts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,6 @@ from agentrl.workflow.analysis.run_health import (
     FLAT_ITERATIONS,
     GroupCounts,
     HealthFact,
-    HealthTerms,
     IterationRecord,
     Trouble,
     describe_groups,
@@ -34,7 +33,6 @@ from agentrl.workflow.store.reads.iteration_rows import (
     list_iterations,
     list_updates,
     load_solved_groups,
-    read_max_staleness,
 )
 from agentrl.workflow.store.reads.paging import iterate_rows
 from agentrl.workflow.store.reads.run_details import find_config, load_summaries
@@ -55,7 +53,7 @@ class RunVerdict:
 
     Args:
         run, status: the run's name and status.
-        is_healthy: False if something is wrong. None if nothing is known, because no iteration has ended.
+        is_healthy: False if something is wrong. None if nothing is known, because no iteration with episodes has ended.
         sentence: the verdict in words.
         troubles: the problems, and the remarks that are no problems.
         health: the facts about the newest finished iteration; None if no iteration has ended.
@@ -78,7 +76,7 @@ def judge_run(tx: Any, run: str) -> RunVerdict:
     """
     row = run_rows.describe_run(tx, run)
     waits_for = load_summaries(tx, [row])[row.id].waits_for
-    terms = _read_terms(row.kind, find_config(tx, row.id).values)
+    algorithm = load_algorithm(find_config(tx, row.id).values)[0] if row.kind == "train" else None
     iterations = [*iterate_rows(list_iterations, tx, IterationFilter(row.run, status="done"))]
     updates: dict[int, list[Row]] = {}
     for update in iterate_rows(list_updates, tx, UpdateFilter(row.run)):
@@ -89,21 +87,17 @@ def judge_run(tx: Any, run: str) -> RunVerdict:
     ]
     newest = iterations[: -FLAT_ITERATIONS - 1 : -1]
     troubles = [Trouble(f"It waits: {waits_for}")] if waits_for else []
-    troubles += _list_run_troubles(tx, row, run, newest) + list_iteration_troubles(run, records, terms)
-    problems = [trouble for trouble in troubles if not trouble.is_note]
+    troubles += _list_run_troubles(tx, row, run, newest) + list_iteration_troubles(run, records, algorithm)
+    problems, checked = [trouble for trouble in troubles if not trouble.is_note], list_checked(records, algorithm)
     return RunVerdict(
         run=row.run,
         status=row.status,
-        is_healthy=False if problems else True if iterations else None,
-        sentence=describe_health(row, len(iterations), list_checked(records, terms), troubles),
+        is_healthy=False if problems else True if checked else None,
+        sentence=describe_health(row, len(iterations), checked, troubles),
         troubles=[*problems, *(trouble for trouble in troubles if trouble.is_note)],
-        health=_describe_newest(tx, row, newest[0], terms) if newest else None,
+        health=_describe_newest(tx, row, newest[0], algorithm) if newest else None,
         errors=count_error_classes(tx, row.run),
     )
-
-
-def _read_terms(kind: str, config: Mapping[str, Any]) -> HealthTerms:
-    return HealthTerms(load_algorithm(config)[0], read_max_staleness(config)) if kind == "train" else HealthTerms()
 
 
 def _list_run_troubles(tx: Any, run: RunRow, typed: str, newest: Sequence[IterationRow]) -> list[Trouble]:
@@ -127,15 +121,15 @@ def _list_run_troubles(tx: Any, run: RunRow, typed: str, newest: Sequence[Iterat
     return troubles
 
 
-def _describe_newest(tx: Any, run: RunRow, iteration: IterationRow, terms: HealthTerms) -> NewestHealth:
+def _describe_newest(tx: Any, run: RunRow, iteration: IterationRow, algorithm: str | None) -> NewestHealth:
     solved = load_solved_groups(tx, run.id, iteration.iteration, only_flat=True)
-    return NewestHealth(iteration.iteration, list_health_facts(iteration, len(solved), terms))
+    return NewestHealth(iteration.iteration, list_health_facts(iteration, len(solved), algorithm))
 
 
 def judge_iteration(details: IterationDetails, typed: str) -> list[Trouble]:
     """Return what is wrong in an iteration. `typed` is the name or number of the run in the commands."""
     record = IterationRecord(details.iteration, details.updates, _count_groups(details))
-    return list_update_troubles(typed, record, HealthTerms(details.algorithm, details.max_staleness))
+    return list_update_troubles(typed, record, details.algorithm)
 
 
 def describe_iteration_groups(details: IterationDetails) -> str:

@@ -56,19 +56,6 @@ class GroupCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class HealthTerms:
-    """The values of a run's config that decide what is usual in it.
-
-    Args:
-        algorithm: the algorithm's name; None for a run that does not train.
-        max_staleness: the most versions by which the sampler may be behind the trainer.
-    """
-
-    algorithm: str | None = None
-    max_staleness: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class IterationRecord:
     """A finished iteration: its row of v_iterations, its rows of v_updates, and the counts of its groups."""
 
@@ -169,32 +156,32 @@ def _equal_parts(flat: int, right: int) -> list[str]:
     return [f"{count} {what}" for count, what in parts if count]
 
 
-def list_health_facts(iteration: Row, right_groups: int, terms: HealthTerms) -> list[HealthFact]:
+def list_health_facts(iteration: Row, right_groups: int, algorithm: str | None) -> list[HealthFact]:
     """Return the facts about an iteration that show whether its run is healthy.
 
     Args:
         iteration: a row of v_iterations.
         right_groups: the number of groups with equal rewards in which an episode is right.
-        terms: the values of the run's config that decide what is usual.
+        algorithm: the run's algorithm; None for a run that does not train.
     """
-    return [*_iterate_facts(iteration, right_groups, terms)]
+    return [*_iterate_facts(iteration, right_groups, algorithm)]
 
 
-def _iterate_facts(iteration: Row, right_groups: int, terms: HealthTerms) -> Iterator[HealthFact]:
+def _iterate_facts(iteration: Row, right_groups: int, algorithm: str | None) -> Iterator[HealthFact]:
     groups, equal = iteration["groups"], iteration["flat_groups"] - right_groups
-    if groups and compares_groups(terms.algorithm):
+    if groups and compares_groups(algorithm):
         different = f"{groups - iteration['flat_groups']} of {format_count(groups, 'group')} with different rewards"
         parts = [different, *_equal_parts(iteration["flat_groups"], right_groups)]
         yield HealthFact(", ".join(parts), equal / groups > MAX_FLAT)
     if calls := iteration["tool_calls"]:
         errors = iteration["tool_errors"]
         yield HealthFact(f"{errors} of {format_count(calls, 'tool call')} failed", errors / calls > MAX_FAILED_CALLS)
-    if terms.algorithm is not None:
+    if algorithm is not None:
         usable, episodes = iteration["trainable"], iteration["episodes"]
         yield HealthFact(f"{usable} of {format_count(episodes, 'episode')} usable", _is_too_many(episodes - usable, episodes))
     if (staleness := iteration["staleness"]) is not None:
         text = f"sampled {format_count(staleness, 'version')} behind" if staleness else "sampled by the newest version"
-        yield HealthFact(text, staleness > terms.max_staleness)
+        yield HealthFact(text)
     seconds = {name: iteration[f"{name}_seconds"] for name in ("rollout", "update")}
     if times := ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items() if value):
         yield HealthFact(times)
@@ -202,25 +189,24 @@ def _iterate_facts(iteration: Row, right_groups: int, terms: HealthTerms) -> Ite
         yield HealthFact(f"update skipped: {iteration['skipped']}", is_off=True)
 
 
-def list_update_troubles(run: str, iteration: IterationRecord, terms: HealthTerms) -> list[Trouble]:
+def list_update_troubles(run: str, iteration: IterationRecord, algorithm: str | None) -> list[Trouble]:
     """Return the problems of an iteration: those of its update (the ratio, clipped tokens, the mismatch of sampler and trainer,
-    the effective sample size, the gradient) and those of its episodes (equal rewards, failed tool calls, unusable episodes, an
-    older policy than the run allows).
+    the effective sample size, the gradient) and those of its episodes (equal rewards, failed tool calls, unusable episodes).
 
     Args:
         run: the run's name in the commands.
-        terms: the values of the run's config that decide what is usual.
+        algorithm: the run's algorithm; None for a run that does not train.
     """
-    return [trouble for _, trouble in _iterate_troubles(run, iteration, terms)]
+    return [trouble for _, trouble in _iterate_troubles(run, iteration, algorithm)]
 
 
-def _iterate_troubles(run: str, iteration: IterationRecord, terms: HealthTerms) -> Iterator[tuple[str, Trouble]]:
+def _iterate_troubles(run: str, iteration: IterationRecord, algorithm: str | None) -> Iterator[tuple[str, Trouble]]:
     """Yield the problems of an iteration, each with its subject."""
     row, counts = iteration.row, iteration.counts
     listed = f"agentrl episodes {run} --iteration {row['iteration']}"
     if row["skipped"]:
         yield "step", Trouble(f"The update made no step: {row['skipped']}.")
-    if counts.groups and compares_groups(terms.algorithm):
+    if counts.groups and compares_groups(algorithm):
         groups = format_count(counts.groups, "group")
         if (equal := counts.flat - counts.right) / counts.groups > MAX_FLAT:
             text = f"{equal} of {groups} have equal rewards and no right episode, so they teach nothing."
@@ -232,24 +218,21 @@ def _iterate_troubles(run: str, iteration: IterationRecord, terms: HealthTerms) 
     if calls and errors / calls > MAX_FAILED_CALLS:
         yield "calls", Trouble(f"{errors} of {format_count(calls, 'tool call')} failed.", f"{listed} --tool-errors 1")
     unusable, episodes = row["episodes"] - row["trainable"], row["episodes"]
-    if terms.algorithm is not None and row["status"] == "done" and _is_too_many(unusable, episodes):
+    if algorithm is not None and row["status"] == "done" and _is_too_many(unusable, episodes):
         yield "episodes", Trouble(f"{unusable} of {format_count(episodes, 'episode')} cannot be used.", listed)
-    if row["staleness"] is not None and row["staleness"] > terms.max_staleness:
-        behind = format_count(row["staleness"], "version")
-        yield "staleness", Trouble(f"It was sampled {behind} behind, but the run allows {terms.max_staleness}.")
     for name, (is_off, text) in _RULES.items():
         values = [update[name] for update in iteration.updates if update[name] is not None and is_off(update[name])]
         if values:
             yield name, Trouble(text.format(cell(max(values, key=lambda value: abs(value - 1)))))
 
 
-def list_iteration_troubles(run: str, iterations: Sequence[IterationRecord], terms: HealthTerms) -> list[Trouble]:
+def list_iteration_troubles(run: str, iterations: Sequence[IterationRecord], algorithm: str | None) -> list[Trouble]:
     """Return what was wrong in any of a run's finished iterations: for each kind of problem the newest one, and in how many
     iterations it occurred. See `list_update_troubles` for the arguments.
     """
     by_subject: dict[str, list[tuple[int, Trouble]]] = {}
     for iteration in iterations:
-        for subject, trouble in _iterate_troubles(run, iteration, terms):
+        for subject, trouble in _iterate_troubles(run, iteration, algorithm):
             by_subject.setdefault(subject, []).append((iteration.row["iteration"], trouble))
     summaries = []
     for its in by_subject.values():
@@ -259,13 +242,13 @@ def list_iteration_troubles(run: str, iterations: Sequence[IterationRecord], ter
     return summaries
 
 
-def list_checked(iterations: Sequence[IterationRecord], terms: HealthTerms) -> list[str]:
+def list_checked(iterations: Sequence[IterationRecord], algorithm: str | None) -> list[str]:
     """Return what `list_iteration_troubles` can judge in these iterations. Groups are judged only if the algorithm compares
     their episodes, and their rewards are known.
     """
     checked = {
         "episodes": any(one.row["episodes"] for one in iterations),
-        "groups": compares_groups(terms.algorithm) and any(one.counts.groups for one in iterations),
+        "groups": compares_groups(algorithm) and any(one.counts.groups for one in iterations),
         "tool calls": any(one.row["tool_calls"] for one in iterations),
         "updates": any(one.updates for one in iterations),
     }
@@ -286,7 +269,8 @@ def describe_health(run: Row, iterations: int, checked: Sequence[str], troubles:
     if problems := sum(not trouble.is_note for trouble in troubles):
         return f"{status} {format_count(problems, 'problem')}:"
     if not checked:
-        return f"{status} No iteration has ended, so nothing can be said about its health."
+        why = "Its iterations have no episodes" if iterations else "No iteration has ended"
+        return f"{status} {why}, so nothing can be said about its health."
     which = f"all {iterations} finished iterations" if iterations > 1 else "its finished iteration"
     what = " and ".join([", ".join(checked[:-1]), checked[-1]] if checked[1:] else checked)
     return f"{status} Nothing unusual: in {which}, {what} are in their usual ranges."

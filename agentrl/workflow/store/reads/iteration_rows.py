@@ -83,7 +83,7 @@ returned.
 class IterationDetails:
     """An iteration with its optimizer steps and groups. `left_out` is the number of groups that are missing because of the
     limit MAX_EPISODES. `flat` is the number of all groups with equal rewards, and `right` the number of these in which an
-    episode is right. `algorithm` and `max_staleness` are those of the run's config; None and 0 if the run does not train.
+    episode is right. `algorithm` is that of the run's config; None if the run does not train.
     """
 
     iteration: IterationRow
@@ -93,7 +93,6 @@ class IterationDetails:
     flat: int
     right: int
     algorithm: str | None
-    max_staleness: int
 
 
 @sql_read_transaction
@@ -126,15 +125,7 @@ def load_iteration(tx: Any, run: str, number: int) -> IterationDetails:
         flat=len(flat),
         right=len(solved.intersection(flat)),
         algorithm=load_algorithm(iteration["config"])[0] if is_training else None,
-        max_staleness=read_max_staleness(iteration["config"]) if is_training else 0,
     )
-
-
-def read_max_staleness(config: Mapping[str, Any]) -> int:
-    """Return the most versions by which the sampler may be behind, as in a run's stored config; 0 if it says none."""
-    rollout = config.get("rollout")
-    value = rollout.get("max_staleness") if isinstance(rollout, Mapping) else None
-    return value if isinstance(value, int) else 0
 
 
 def find_iteration(tx: Any, run_row: Row, number: int) -> Row:
