@@ -22,7 +22,7 @@ class ConfigCommands(TyperGroup):
         """Return the subcommand that the words name. Raise ConfigError if there is no such subcommand."""
         if not ctx.resilient_parsing and args[0] not in self.commands:
             word = args[0][:100]
-            hint = f"Show the config of a run: agentrl config show --run {quote(word)}"
+            hint = f"Show the config of a run: agentrl config show {quote(word)}"
             raise ConfigError(f"`agentrl config` has no subcommand {word!r}.", hint)
         return super().resolve_command(ctx, args)
 
@@ -160,11 +160,11 @@ def current(as_json: Json = False) -> None:
 
 @config.command("show")
 def show_config(
+    run: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="Show the config stored with this run.", show_default=False)
+    ] = None,
     file: ConfigFile = None,
     assignments: Assignments = None,
-    run: Annotated[
-        str | None, typer.Option("--run", metavar="RUN", help="Show the config stored with this run.", show_default=False)
-    ] = None,
     origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -199,7 +199,7 @@ def _config_values(
         settled = {key for key, value in values.items() if value != before[key]}
         return values, origins | dict.fromkeys(settled, run_config.algorithm.name), settled
     if file or assignments:
-        raise ConfigError("--run excludes --config and -s: it shows a stored config.", "Choose one.")
+        raise ConfigError(f"A run excludes --config and -s: the config of {run!r:.60} is stored.", "Choose one.")
     from agentrl.cli.resolve_targets import stored_database
     from agentrl.workflow.experiment import Experiment
     from agentrl.workflow.store import run_names

@@ -49,7 +49,7 @@ def test_sft_model_holds_its_template_and_format(stack: Stack) -> None:
 @pytest.mark.parametrize(("run", "begins"), [("by-file", '<tool_call name="'), ("by-record", "[calculator(")])
 def test_run_in_other_format_calls_tools_and_verifies(stack: Stack, run: str, begins: str) -> None:
     db = stack.database
-    config = json.loads(stack.agentrl("config", "show", "--run", run, "--json"))
+    config = json.loads(stack.agentrl("config", "show", run, "--json"))
     assert config["model.tool_format"] == ("pythonic" if run == "by-record" else "named")
     assert config["model.chat_template"] == (NAMED if run == "by-file" else None)
     query = "FROM v_tool_calls c JOIN v_episodes e ON e.id = c.episode_id WHERE e.run = :run AND c.tool = 'calculator'"
@@ -68,7 +68,7 @@ def test_run_in_other_format_calls_tools_and_verifies(stack: Stack, run: str, be
 def test_policy_in_other_format_is_evaluated_and_chatted_with(stack: Stack) -> None:
     stack.agentrl("eval", "--policy", "by-file", "--dataset", "arithmetic", "-n", "2")
     evals = values(stack.database, "SELECT run FROM v_runs WHERE kind = 'eval' ORDER BY id")
-    config = json.loads(stack.agentrl("config", "show", "--run", evals[-1], "--json"))
+    config = json.loads(stack.agentrl("config", "show", evals[-1], "--json"))
     assert (config["model.tool_format"], config["model.chat_template"]) == ("named", NAMED)
 
 

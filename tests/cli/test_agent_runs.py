@@ -116,7 +116,7 @@ def test_fork_needs_recorded_requests_and_config_shows_agent(outside: str, capsy
     said = agentrl(capsys, "fork", outside, "--step", "1", code=6)
     assert "cannot be forked: the requests of its agent are not recorded." in said
     assert "--edit-message cannot be used" in agentrl(capsys, "fork", outside, "--step", "1", "--edit-message", "x", code=2)
-    assert "agent.name: my_agent:solve" in agentrl(capsys, "config", "show", "--run", "outside")
+    assert "agent.name: my_agent:solve" in agentrl(capsys, "config", "show", "outside")
 
 
 @pytest.mark.slow

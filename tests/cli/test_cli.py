@@ -306,7 +306,7 @@ BAD = [
     (["submit", "--dataset", "arithmetic", "-s", "rollout.top_p=true", "--dry-run"], 2, "true or false"),
     (["chat", "--policy", "nobody@x"], 2, "RUN@3"),
     (["config", "show", "-s", "epoch=3"], 2, "epochs"),
-    (["config", "demo"], 2, "agentrl config show --run demo"),
+    (["config", "demo"], 2, "agentrl config show demo"),
     (["config", "show", "-s", "algorithm.name=nothing"], 2, "algorithm"),
     (["config", "show", "-s", "critic.clip=0.5"], 2, "it has no critic"),
     (["config", "show", "-s", "algorithm.dual_clip=1"], 2, "algorithm.dual_clip"),
@@ -472,7 +472,7 @@ def test_config_show_names_origin_of_each_value(
     assert origins["seed"] == (9, "environment")
     assert origins["rollout.group_size"] == (4, str(file))
     assert origins["rollout.max_steps"][1] == "default"
-    assert "rollout.group_size: 2" in agentrl(capsys, "config", "show", "--run", run)
+    assert "rollout.group_size: 2" in agentrl(capsys, "config", "show", run)
 
 
 def test_config_show_resolves_defaults_of_algorithm(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

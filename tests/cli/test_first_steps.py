@@ -29,7 +29,7 @@ READS = (
 ASKS = (
     "episodes x", "replay 1", "replay 1 --verify all", "replay 1 --diff 2", "watch x", "watch x --json", "events x", "why 1",
     "fork 1 --step 0", "rescore x --reward format", "whatif x --algorithm rloo", "resume x", "pause x", "cancel x", "vacuum",
-    "sql 'select 1'", "gc x", "compare a b", "config show --run x", "chat --policy x", "eval --policy x",
+    "sql 'select 1'", "gc x", "compare a b", "config show x", "chat --policy x", "eval --policy x",
     "sft --from-episodes x", "dpo --from-episodes x", "submit --from-groups x", "submit --from-episodes x",
 )  # fmt: skip
 """Commands that ask for something of which there is none."""

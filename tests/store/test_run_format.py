@@ -87,7 +87,7 @@ def test_upgrade_keeps_all_rows_and_pauses_running_runs(older: Database) -> None
 def test_reads_work_on_an_older_store(older: Database, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (
         ("runs",), ("watch", "broken-off"), ("episodes", "broken-off"), ("replay", "1"), ("why", "1"),
-        ("events", "broken-off"), ("replay", "1", "--diff", "2"), ("config", "show", "--run", "finished"),
+        ("events", "broken-off"), ("replay", "1", "--diff", "2"), ("config", "show", "finished"),
         ("sql", "SELECT * FROM v_runs"), ("sql", "SELECT * FROM v_steps"), ("sql", "SELECT * FROM v_ledger"),
     ):  # fmt: skip
         shown, _ = agentrl(capsys, *words, code=1 if words[0] == "watch" or "--diff" in words else 0)

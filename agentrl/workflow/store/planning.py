@@ -263,7 +263,7 @@ def _find_same(tx: Connection, submission: Submission) -> SubmittedRun:
         )
     raise ConflictError(
         f"A run called {submission.name!r} exists with another config.",
-        f"Choose another --name, or look at it with `agentrl config show --run {submission.name}`.",
+        f"Choose another --name, or look at it with `agentrl config show {submission.name}`.",
     )
 
 
