@@ -133,6 +133,7 @@ class _Lines:
 
     write: Any
     listed_count: int = 0
+    written_count: int = 0
     wrote: float = -MAX_SILENCE_SECONDS
     began: float = field(default_factory=lambda: time.monotonic())
     measured: set[int] = field(default_factory=set)
@@ -150,6 +151,7 @@ class _Lines:
             if view.run["kind"] != "search" and self._is_due(row, view.run["iterations"]):  # its mean reward says nothing
                 self.write(iteration_line(row, view.run["iterations"], seconds))
                 self.wrote = time.monotonic()
+                self.written_count += 1
         self.listed_count = len(view.iterations)
         for row in view.evals:
             if row["status"] not in OPEN_STATUSES and row["id"] not in self.measured:
@@ -165,6 +167,13 @@ class _Lines:
         if view.warning and view.warning != self.warned:
             say(view.warning)
         self.warned = view.warning
+        self._say_left_out(view)
+
+    def _say_left_out(self, view: RunView) -> None:
+        left_out = self.listed_count - self.written_count
+        if left_out and not view.is_active and view.run["kind"] != "search":
+            query = f"SELECT * FROM v_iterations WHERE run = '{view.run['run']}'"
+            say(f'Left out: the lines of {format_count(left_out, "iteration")}. All: agentrl sql "{query}"')
 
     def _is_due(self, row: Row, iterations: int) -> bool:
         is_listed = iterations <= FEW_ITERATIONS or row["iteration"] % LINE_EVERY == 0 or row["iteration"] == iterations

@@ -56,6 +56,13 @@ def test_watch_lines_show_progress_of_long_iteration(sqlite: Database, monkeypat
     assert [line for line in written if "ended" in line] == ["iteration 1/10  0 of 2 episodes ended, 0 tokens sampled"] * 2
 
 
+def test_watch_says_how_many_lines_it_left_out(sqlite: Database, capsys: pytest.CaptureFixture[str]) -> None:
+    view = going(sqlite, 2)
+    view = replace(view, run={**view.run, "iterations": 20, "status": "done"})
+    _Lines(list[str]().append).show(view)
+    assert "Left out: the lines of 1 iteration. All: agentrl sql" in capsys.readouterr().err
+
+
 def test_watch_explains_equal_rewards_after_three_iterations(database: Database) -> None:
     planning.submit(database, submission("first", tasks=1, epochs=9))
     written = list[str]()
