@@ -1,6 +1,7 @@
 """`agentrl replay EPISODE --tokens`: the sampled tokens of an episode, each with its text, logprob and advantage."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import exp
 from typing import Any
 
 from agentrl.cli.console import format_decimals, say, show_cells, show_json, show_lines
@@ -9,7 +10,7 @@ from agentrl.workflow.runtime.shown_text import Line, cell, format_count, one_li
 
 MAX_TOKENS = 200
 """The most tokens that are printed if no limit is given. The JSON document has all tokens."""
-TEXT_CHARS = 40
+TEXT_CHARS = 80
 
 
 def show_tokens(db: Any, episode: int, step: int | None, limit: int | None, as_json: bool) -> None:
@@ -73,6 +74,10 @@ def _head_lines(
     yield f"  advantage: {metrics['advantage']['how']}", ""
     if rows and metrics["logprob"]["source"] == "missing":
         yield f"  logprob: {metrics['logprob']['how']}", "yellow"
+    if scored := [token for token in rows if token["logprob"] is not None]:
+        least = min(scored, key=lambda token: token["logprob"])
+        text = "" if least["text"] is None else f" {quote(least['text'], TEXT_CHARS)}"
+        yield f"  lowest logprob: {format_decimals(least['logprob'])} at step {least['step']}, token {least['token']}{text}", ""
     missing = [name for name in metrics if name not in ("logprob", "advantage") and metrics[name]["source"] == "missing"]
     yield f"  not stored per token: {', '.join(missing)}", "dim"
     if why_no_texts and rows:
@@ -90,6 +95,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]
         "token": [cell(row["token"]) for row in rows],
         "id": [cell(row["id"]) for row in rows],
         "logprob": ["" if row["logprob"] is None else format_decimals(row["logprob"]) for row in rows],
+        "prob": ["" if row["logprob"] is None else format_decimals(exp(row["logprob"])) for row in rows],
         "advantage": ["" if row["advantage"] is None else cell(row["advantage"]) for row in rows],
         "trains": ["" if row["trains"] else "no" for row in rows],
         "text": ["" if row["text"] is None else quote(row["text"], TEXT_CHARS) for row in rows],
