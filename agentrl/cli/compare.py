@@ -94,7 +94,10 @@ def compare(
     if runs:
         _compare_runs(first, second, as_json)
         return
-    pair = find_pair(first, second, dataset, split)
+    try:
+        pair = find_pair(first, second, dataset, split)
+    except Unmeasured as error:
+        raise Unmeasured(error.message, f"{error.hint}{_runs_hint(first, second)}") from error
     one, other = pair.one, pair.other
     sides = load_sides(stored_reader(), one, other)
     means = sides.means
@@ -113,6 +116,18 @@ def compare(
         _show_comparison(document)
     for remark in _list_remarks(pair, document):
         say(remark)
+
+
+def _runs_hint(first: str, second: str) -> str:
+    """Return how to compare two runs without evaluations; empty if one of the names is no run."""
+    from agentrl.workflow.store import run_names
+
+    try:
+        for name in (first, second):
+            run_names.find_run(stored_reader(), name)
+    except NotFoundError:
+        return ""
+    return f"\nCompare their configs, numbers and sampled tasks: agentrl compare {first} {second} --runs"
 
 
 def _compare_runs(first: str, second: str, as_json: bool) -> None:
@@ -137,7 +152,11 @@ def _compare_runs(first: str, second: str, as_json: bool) -> None:
     if differences.tasks:
         tasks = [{**row, "question": one_line(row["question"], QUESTION_CHARS)} for row in differences.tasks]
         episodes = ("one_episode=episode of A", "other_episode=episode of B")
-        show_rows(tasks, ("task", "question", *columns, *episodes), ("question",))
+        iterations = ("one_iteration=iteration of A", "other_iteration=iteration of B")
+        show_rows(tasks, ("task", "question", *columns, *iterations, *episodes), ("question",))
+        say(
+            "A and B are the mean rewards of the task where each run sampled it last, in `iteration of A` and `iteration of B`."
+        )
         pair = f"{differences.tasks[0]['one_episode']} --diff {differences.tasks[0]['other_episode']}"
         say(f"The first difference of the first pair: agentrl replay {pair}")
     say(f"{len(differences.tasks)} of {format_count(differences.shared, 'task')} that both sampled have different rewards.")
@@ -164,6 +183,8 @@ def _policies_hint(first: str, second: str) -> str:
 
 
 def _short(value: Any) -> str:
+    if value is None:
+        return "none"
     return one_line(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), QUESTION_CHARS)
 
 

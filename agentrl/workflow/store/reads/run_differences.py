@@ -47,7 +47,8 @@ class RunDifferences:
         numbers: `name`, `one` and `other`: the status, the seed, the lengths, the final and the best rewards, tokens, and the
             seconds that each part of the run took.
         tasks: the tasks whose last groups in the two runs have different mean rewards, those that differ most first: task_id,
-            task, question, `one` and `other` (mean rewards), `one_episode` and `other_episode` (the worst episode in the run
+            task, question, `one` and `other` (mean rewards), `one_iteration` and `other_iteration` (the iterations of these
+            groups, counted from 1), `one_episode` and `other_episode` (the worst episode in the run
             with the lower reward, the best episode in the other run).
         shared: the number of tasks that both runs sampled.
     """
@@ -139,6 +140,7 @@ def _load_tasks(tx: Any, one: int, other: int) -> tuple[list[dict[str, Any]], in
             "task_id": id,
             **texts[id],
             **{name: side[id]["mean_reward"] for name, side in zip(("one", "other"), sides, strict=True)},
+            **{name: side[id]["iteration"] for name, side in zip(("one_iteration", "other_iteration"), sides, strict=True)},
             "one_episode": episodes.get(sides[0][id]["id"], (None, None))[changes[id] > 0],
             "other_episode": episodes.get(sides[1][id]["id"], (None, None))[changes[id] < 0],
         }
@@ -147,9 +149,11 @@ def _load_tasks(tx: Any, one: int, other: int) -> tuple[list[dict[str, Any]], in
 
 
 def _load_last_groups(tx: Any, run: int) -> dict[int, Row]:
-    """Return the last group with rewards of each task of a run, by task."""
-    newest = f"SELECT max(place) % {ID_RANGE} FROM ({MEMBERS}) m WHERE mean_reward IS NOT NULL GROUP BY task_id"
-    query = f"SELECT id, task_id, mean_reward FROM groups WHERE id IN ({newest})"
+    """Return the last group with rewards of each task of a run and its iteration, by task."""
+    query = f"""
+        SELECT g.id, g.task_id, g.mean_reward, m.newest / {ID_RANGE} AS iteration FROM
+          (SELECT max(place) AS newest FROM ({MEMBERS}) members WHERE mean_reward IS NOT NULL GROUP BY task_id) m
+        JOIN groups g ON g.id = m.newest % {ID_RANGE}"""
     return {row["task_id"]: row for row in select_rows(tx, query, run_id=run)}
 
 
