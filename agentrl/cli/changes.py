@@ -2,6 +2,7 @@
 iteration.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from shlex import quote
 from typing import Annotated, Any
@@ -49,7 +50,8 @@ def _show_run(db: Any, run: str, as_json: bool) -> None:
     if as_json:
         show_json({**asdict(verdict), **changed})
         return
-    show_wrapped(verdict.sentence)
+    below = [word for word, rows in (("notes", verdict.troubles), ("errors", verdict.errors)) if rows and verdict.is_healthy]
+    show_wrapped(verdict.sentence + (f" The {' and '.join(below)} below are no problem." if below else ""))
     for trouble in verdict.troubles:
         show_wrapped(f"{'note' if trouble.is_note else 'problem'}: {trouble.text}", trouble.command)
     for row in verdict.errors[:MAX_ERRORS]:
@@ -79,25 +81,51 @@ def _show_iteration(db: Any, run: str, number: int, as_json: bool) -> None:
     details, changed = load_iteration(db, run, number), load_iteration_changes(db, run, number)
     troubles = judge_iteration(details, run)
     if as_json:
-        fields = ("before", "numbers", "parts", "errors", "tasks", "again", "examples")
+        fields = ("before", "numbers", "parts", "errors", "tasks", "again", "shared", "worst_count", "examples")
         lines = [{"text": trouble.text, "command": trouble.command} for trouble in troubles]
         show_json({"iteration": number, "troubles": lines, **{name: getattr(changed, name) for name in fields}})
         return
     rows = [{"what": row["name"], **_values(row)} for row in changed.numbers]
     rows += [{"what": f"part {row['part']}", **_values(row)} for row in changed.parts]
     rows += [{"what": f"errors: {_error_name(row)}", **_values(row)} for row in changed.errors]
-    show_rows([row for row in rows if (row["before"], row["now"]) != (None, None)], ("what", "before", "now", "change"))
+    numbers = ("what", f"before=iteration {number - 1}", f"now=iteration {number}", "change")
+    show_rows([row for row in rows if (row["before"], row["now"]) != (None, None)], numbers)
     if changed.tasks:
         tasks = [{**row, **_values(row), "question": one_line(row["question"], QUESTION_CHARS)} for row in changed.tasks]
-        columns = ("task", "question", "previous=previous iteration", "before", "now", "change", "worst=worst episode")
+        columns = (
+            "task",
+            "question",
+            "previous=last sampled",
+            "before=reward then",
+            "now=reward now",
+            "change",
+            "worst=worst episode",
+        )
         show_rows(tasks, columns, ("question",))
-        say("`previous iteration` is the last one before that sampled the task; `before` is the mean reward of the task there.")
+        say(f"`last sampled` is the last iteration before {number} that sampled the task. Rewards are the task's mean rewards.")
+    for line in _list_task_notes(changed, number, len(details.groups) + details.left_out, run):
+        say(line)
     for trouble in troubles:
         say(f"{trouble.text} {trouble.command}".rstrip())
     if all(trouble.is_note for trouble in troubles):
         say(f"Iteration {number} has no warning sign.")
     if worst := changed.examples["worst"]:
-        say(f"The worst episode: agentrl replay {worst['id']}")
+        others = changed.worst_count - 1
+        tied = f" ({format_count(others, 'other episode')} with the same reward)" if others > 0 else ""
+        say(f"The worst episode{tied}: agentrl replay {worst['id']}")
+
+
+def _list_task_notes(changed: Any, number: int, tasks: int, run: str) -> Iterator[str]:
+    """Yield sentences about the tasks that an iteration does not share with those before, and about the tasks left out."""
+    from agentrl.workflow.store.reads.iteration_changes import MAX_TASKS
+
+    if changed.before and tasks and not changed.shared:
+        yield f"None of its {format_count(tasks, 'task')} was in iteration {changed.before}."
+    if new := (tasks - changed.again) * bool(changed.before):
+        yield f"Left out: {format_count(new, 'task')} that no iteration before has a mean reward of."
+    if same := changed.again - len(changed.tasks):
+        why = "with smaller changes or none" if len(changed.tasks) >= MAX_TASKS else "with the same mean reward as then"
+        yield f"Left out: {format_count(same, 'task')} {why}. All: agentrl episodes {run} --iteration {number}"
 
 
 def _error_name(row: Any) -> str:

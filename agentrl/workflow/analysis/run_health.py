@@ -289,7 +289,11 @@ def describe_reward_change(change: Row) -> tuple[str, str]:
     same = change["again_now"] - change["again_before"]
     explains = same * difference > 0 and abs(same) >= SAME_TASKS_SHARE * abs(difference)
     became = "better" if difference > 0 else "worse"
-    cause = f"The same tasks became {became}" if explains else "It comes mainly from different tasks"
+    cause = (
+        f"The same tasks became {became}"
+        if explains
+        else f"It comes mainly from tasks other than those of iteration {change['previous']}"
+    )
     compared = f"{change['again']} of {tasks} {'was' if change['again'] == 1 else 'were'} sampled before"
     means = f"with a mean reward of {cell(change['again_before'])} then, {cell(change['again_now'])} now"
     return text, f"{cause}: {compared}, {means}."

@@ -231,6 +231,8 @@ class TaskDifference(BaseModel):
     question: str
     one: float
     other: float
+    one_iteration: int
+    other_iteration: int
     one_episode: int | None
     other_episode: int | None
 
@@ -317,6 +319,8 @@ class ChangesAnswer(BaseModel):
     errors: list[dict[str, Any]]
     tasks: list[dict[str, Any]]
     again: int
+    shared: int
+    worst_count: int
     examples: dict[str, EvidenceRow | None]
 
 

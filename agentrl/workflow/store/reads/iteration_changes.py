@@ -35,6 +35,8 @@ class IterationChanges:
             question, `now` and `before` (mean rewards), `previous` (the iteration of the previous group), `group_id` (the
             present group) and `worst` (the id of the present group's worst episode).
         again: the number of the iteration's tasks that were sampled before.
+        shared: the number of the iteration's tasks that the previous iteration has too.
+        worst_count: the number of the iteration's episodes with the lowest reward.
         examples: as evidence, the `best` and the `worst` episode of the iteration, and the worst episode of the task that
             changed most (`changed`). A value is None if there is no such episode.
     """
@@ -45,6 +47,8 @@ class IterationChanges:
     errors: Sequence[Row]
     tasks: Sequence[Row]
     again: int
+    shared: int
+    worst_count: int
     examples: Mapping[str, Row | None]
 
 
@@ -66,7 +70,8 @@ def load_iteration_changes(tx: Any, run: str, number: int) -> IterationChanges:
         }
         for when in numbers
     }
-    tasks, again = _load_task_changes(tx, run_row["id"], number)
+    changes = [row for row in _compare_tasks(tx, run_row["id"], number) if row["previous"] is not None]
+    tasks = _add_texts(tx, _select_largest(changes))
     names = dict.fromkeys(name for one in parts.values() for name in one)
     kinds = {kind for one in errors.values() for kind in one}
     counted = [{"error_class": kind[0], "tool": kind[1], **_both(errors, kind, 0)} for kind in sorted(kinds, key=str)]
@@ -76,7 +81,9 @@ def load_iteration_changes(tx: Any, run: str, number: int) -> IterationChanges:
         parts=[{"part": part, **_both(parts, part)} for part in names],
         errors=sorted(counted, key=lambda row: (row["before"] or 0) - row["now"]),
         tasks=tasks,
-        again=again,
+        again=len(changes),
+        shared=sum(row["previous"] == number - 1 for row in changes),
+        worst_count=_count_worst(tx, numbers["now"]),
         examples=_load_examples(tx, run_row["name"], numbers["now"], tasks),
     )
 
@@ -125,13 +132,12 @@ def _load_parts(tx: Any, iteration: int) -> dict[str, float]:
     return {row["part"]: row["mean"] for row in select_rows(tx, query, iteration=iteration)}
 
 
-def _load_task_changes(tx: Any, run_id: int, number: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the tasks that changed most, and the number of the iteration's tasks that were sampled before."""
-    changes = [row for row in _compare_tasks(tx, run_id, number) if row["previous"] is not None]
+def _select_largest(changes: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the changes of the tasks whose mean reward changed most, the greatest loss first."""
     ordered = sorted(changes, key=lambda row: (row["now"] - row["before"], row["task_id"]))
     worse = [row for row in ordered if row["now"] < row["before"]][:MAX_TASKS]
     better = [row for row in ordered if row["now"] > row["before"]][-MAX_TASKS:]
-    return _add_texts(tx, worse + better), len(changes)
+    return worse + better
 
 
 def _compare_tasks(tx: Any, run_id: int, number: int) -> list[dict[str, Any]]:
@@ -236,6 +242,13 @@ def _add_texts(tx: Any, changes: Sequence[Mapping[str, Any]]) -> list[dict[str, 
         FROM groups g WHERE g.id IN ({among(row["group_id"] for row in changes)})"""
     worst = {row["id"]: row["worst"] for row in select_rows(tx, query)}
     return [{**row, **texts[row["task_id"]], "worst": worst.get(row["group_id"])} for row in changes]
+
+
+def _count_worst(tx: Any, iteration: int) -> int:
+    done = f"FROM {_EPISODES} WHERE e.status = 'done'"
+    query = f"SELECT count(*) AS n {done} AND e.reward = (SELECT min(e.reward) {done})"
+    count: int = select_rows(tx, query, iteration=iteration)[0]["n"]
+    return count
 
 
 def _load_examples(tx: Any, run: str, iteration: int, changes: Sequence[Row]) -> dict[str, Row | None]:
