@@ -78,11 +78,25 @@ def _sort_option(default: str) -> Any:
     return typer.Option(metavar="COLUMN", help=text, show_default=False)
 
 
-def _check_sort(sort: str, columns: Mapping[str, str]) -> None:
+ORDER_OF_TITLE = {
+    "episodes": {"task": "question"},
+    "tasks": {
+        "mean reward": "reward", "last reward": "last", "groups solved": "solved", "first solved": "first_solved",
+        "last solved": "last_solved", "worst episode": "worst",
+    },
+}  # fmt: skip
+"""The order by a printed column, for each column whose order has another name. In a title, `_` may replace a space."""
+
+
+def _find_order(sort: str, orders: Mapping[str, str], titles: Mapping[str, str] | None = None) -> str:
+    """Return the order that `sort` names, with its minus sign. Raise ConfigError if there is no such order."""
     from agentrl.workflow.errors import did_you_mean
 
-    if sort.removeprefix("-") not in columns:
-        raise ConfigError(f"--sort does not know {sort!r:.60}.", did_you_mean(sort.removeprefix("-"), columns))
+    word = sort.removeprefix("-")
+    order = (titles or {}).get(word.replace("_", " "), word)
+    if order not in orders:
+        raise ConfigError(f"--sort does not know {sort!r:.60}.", did_you_mean(word, orders))
+    return f"{'-' * sort.startswith('-')}{order}"
 
 
 def runs(
@@ -100,7 +114,7 @@ def runs(
     from agentrl.workflow.store.reads import label_rows, run_rows
     from agentrl.workflow.store.reads.paging import Paging
 
-    _check_sort(sort, run_rows.RUN_ORDERS)
+    sort = _find_order(sort, run_rows.RUN_ORDERS)
     check_formats(as_csv, as_json)
     if tree and (as_csv or kind):
         raise ConfigError("--tree excludes --csv and --kind.", "Leave --tree out.")
@@ -170,7 +184,7 @@ def episodes(
 
     check_formats(as_csv, as_json)
     _check_words(status, stop_reason)
-    _check_sort(sort, episode_rows.EPISODE_ORDERS)
+    sort = _find_order(sort, episode_rows.EPISODE_ORDERS, ORDER_OF_TITLE["episodes"])
     db = stored_reader()
     run = pick_run(db, run)
     chosen = episode_rows.EpisodeFilter(
@@ -179,6 +193,8 @@ def episodes(
         texts_of=texts_of,
     )  # fmt: skip
     rows, more = _find_evidence(db, chosen, sort, limit, offset)
+    if not rows:
+        episode_rows.check_names(db, chosen)
     if as_json or as_csv:
         show_list(rows, as_csv)
     elif rows:
@@ -229,11 +245,11 @@ def tasks(
     A group is the episodes of one task in one iteration. A task is solved in a group if one of its episodes is right. It is no
     longer solved if it was solved once, but not in its newest group.
     """
-    from agentrl.workflow.store.reads import task_rows
+    from agentrl.workflow.store.reads import run_rows, task_rows
 
     check_formats(as_csv, as_json)
     if sort:
-        _check_sort(sort, task_rows.TASK_ORDERS)
+        sort = _find_order(sort, task_rows.TASK_ORDERS, ORDER_OF_TITLE["tasks"])
     db = stored_reader()
     run = pick_run(db, run)
     rows: list[Any] = []
@@ -254,7 +270,8 @@ def tasks(
         say("`first solved` and `last solved` are iterations.")
         say(f"The episodes of a task: agentrl episodes {run} --task KEY")
     else:
-        say("No task matches these filters.")
+        row = run_rows.describe_run(db, run)
+        say(f"No task matches these filters. {row.run} has {format_count(task_rows.count_tasks(db, row.id), 'task')}.")
     if len(rows) > limit:
         if sort and _sort_value(rows[limit - 1], sort) == _sort_value(rows[limit], sort):
             say(f"Tasks that are not shown have the same `{sort.removeprefix('-')}` as the last one.")

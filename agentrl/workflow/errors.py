@@ -12,6 +12,10 @@ _SECOND_STOP = re.compile(r"(?:(?<=[?!])|(?<=[^.]\.)|(?<=\.\.\.))\.\Z")
 """A pattern of a superfluous full stop: one at the end of a message, after a full stop, question mark or exclamation mark."""
 
 
+LEAST_LIKENESS = 0.65
+"""The least likeness, from 0 to 1, of a known name that is proposed for an unknown one (see difflib)."""
+
+
 class AgentRLError(Exception):
     """The base class of all errors that the user can fix. `message` is one sentence that says what was requested, and what is
     wrong with it. `hint` is the next command to type, or the change to make; empty if there is none.
@@ -185,7 +189,7 @@ class Stopped(KeyboardInterrupt):
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return the hint for an unknown name: the closest known name, or the list of known names."""
     names = sorted(choices)
-    close = [name for name in names if _is_swap(word, name)] or get_close_matches(word, names, n=1)
+    close = [name for name in names if _is_swap(word, name)] or get_close_matches(word, names, n=1, cutoff=LEAST_LIKENESS)
     if close:
         return f"Did you mean {close[0]!r}?"
     return f"Known: {', '.join(names)}." if names else "None exists."

@@ -341,6 +341,9 @@ def test_tasks_command_lists_outcomes(run: str, capsys: pytest.CaptureFixture[st
         main(["tasks", run, "--sort", sort, "--limit", "1"])
         assert ("the same `solved` as the last one" in capsys.readouterr().err) is is_tied
     assert [task["task"] for task in json.loads(agentrl(capsys, "tasks", "--search", "2 + 1", "--json"))] == ["train/1"]
+    assert agentrl(capsys, "tasks", "--sort", "-mean_reward") == agentrl(capsys, "tasks", "--sort", "-reward")
+    main(["tasks", run, "--outcome", "never_solved"])
+    assert capsys.readouterr().err == f"No task matches these filters. {run} has 2 tasks.\n"
     assert "never_solved" in agentrl(capsys, "tasks", "--outcome", "never", code=2)
 
 
@@ -353,7 +356,8 @@ def test_changes_command_judges_run_or_shows_iteration(run: str, capsys: pytest.
     assert "largest drop of the mean reward: none" in printed
     assert json.loads(agentrl(capsys, "changes", run, "--iteration", "1", "--json"))["iteration"] == 1
     assert "part numeric_answer" in agentrl(capsys, "changes", run, "--iteration", "1")
-    assert "no iteration 9" in agentrl(capsys, "changes", run, "--iteration", "9", code=5)
+    for words in (("changes", run, "--iteration", "9"), ("episodes", run, "--iteration", "9", "--json")):
+        assert "has no iteration 9: its iterations are 1 to 2." in agentrl(capsys, *words, code=5)
 
 
 def test_compare_runs_says_never_evaluated_and_what_to_type(
@@ -369,6 +373,7 @@ def test_compare_runs_says_never_evaluated_and_what_to_type(
     assert lines["iterations planned"] == ["2", "1"]
     assert lines["seed"] == ["0", "3"]
     assert "agentrl eval --policy by-hand; then: agentrl compare by-hand other" in output.err
+    assert f"agentrl compare {run} other --runs" in agentrl(capsys, "compare", run, "other", code=5)
     with pytest.raises(NotFoundError, match="no run or model folder 'nobody'"):  # not a missing evaluation
         _policies_hint(run, "nobody")
 
@@ -383,6 +388,9 @@ def test_episodes_command_searches_and_filters(run: str, capsys: pytest.CaptureF
     assert ids("--search", "what is IT?") == ids("--status", "done")
     assert ids("--search", "nothing has this") == ids("--error", "code_error") == ids("--truncated") == []
     assert "newly_lost" in agentrl(capsys, "episodes", run, "--outcome", "new_lost", code=2)
+    assert "has sampled no task 'train/99'." in agentrl(capsys, "episodes", run, "--task", "train/99", code=5)
+    assert agentrl(capsys, "episodes", "--sort", "-task") == agentrl(capsys, "episodes", "--sort", "-question")
+    assert "Known: advantage, answer," in agentrl(capsys, "episodes", "--sort", "sample", code=2)
 
 
 @pytest.mark.slow

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from agentrl.workflow.errors import ConfigError, did_you_mean
+from agentrl.workflow.errors import ConfigError, NotFoundError, did_you_mean
 from agentrl.workflow.store.driver_reader import Row, is_sqlite, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.changes import OF_RUN, run_conditions
 from agentrl.workflow.store.reads.group_rows import fate_in_run
+from agentrl.workflow.store.reads.iteration_rows import find_iteration
 from agentrl.workflow.store.reads.paging import (
     BY_NUMBER,
     FEW_BY_NUMBER,
@@ -34,7 +35,7 @@ from agentrl.workflow.store.row_codecs import (
     step_value,
     task_value,
 )
-from agentrl.workflow.store.solved_rule import load_rule
+from agentrl.workflow.store.solved_rule import MEMBERS, load_rule
 from agentrl.workflow.tables.step_values import JOIN_PROMPT, JOIN_PROMPT_IDS, PROMPT, PROMPT_IDS
 from agentrl.workflow.tables.views import FATE_CONDITIONS, FATES, CallRow, EpisodeRow, RewardRow, StepRow
 from agentrl.workflow.trajectory import TRUNCATED, Episode, Step, storable
@@ -154,6 +155,18 @@ def count_episodes(tx: Any, chosen: EpisodeFilter) -> int:
     conditions, _, values = _conditions(tx, chosen)
     count: int = select_rows(tx, f"SELECT count(*) AS n FROM episodes WHERE {' AND '.join(conditions)}", **values)[0]["n"]
     return count
+
+
+@sql_read_transaction
+def check_names(tx: Any, chosen: EpisodeFilter) -> None:
+    """Raise NotFoundError if the run has no iteration with the filter's number, or no group of the task with its key."""
+    run_row = run_id_and_name(tx, chosen.run)
+    if chosen.iteration is not None:
+        find_iteration(tx, run_row, chosen.iteration)
+    query = f"SELECT m.id FROM ({MEMBERS}) m JOIN tasks t ON t.id = m.task_id WHERE t.key = :task LIMIT 1"
+    if chosen.task is not None and not select_rows(tx, query, run_id=run_row["id"], task=storable(chosen.task)):
+        message = f"{run_row['name']!r} has sampled no task {chosen.task!r:.60}."
+        raise NotFoundError(message, f"List its tasks: agentrl tasks {run_row['name']}")
 
 
 @sql_read_transaction

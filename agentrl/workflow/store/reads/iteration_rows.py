@@ -137,7 +137,9 @@ def find_iteration(tx: Any, run_row: Row, number: int) -> Row:
         WHERE i.run_id = :run AND i.number = :number"""
     iterations = select_rows(tx, query, run=run_row["id"], number=storable_value(number) - 1)
     if not iterations:
-        raise NotFoundError(f"{run_row['name']!r} has no iteration {number}.", f"agentrl watch {run_row['name']}")
+        newest = select_rows(tx, "SELECT max(number) + 1 AS number FROM iterations WHERE run_id = :run", run=run_row["id"])
+        its = f"its iterations are 1 to {newest[0]['number']}" if newest[0]["number"] else "none has begun"
+        raise NotFoundError(f"{run_row['name']!r} has no iteration {number}: {its}.", f"agentrl watch {run_row['name']}")
     return iterations[0]
 
 
