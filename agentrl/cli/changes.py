@@ -120,9 +120,9 @@ def _list_task_notes(changed: Any, number: int, tasks: int, run: str) -> Iterato
     from agentrl.workflow.store.reads.iteration_changes import MAX_TASKS
 
     if changed.before and tasks and not changed.shared:
-        yield f"None of its {format_count(tasks, 'task')} was in iteration {changed.before}."
+        yield f"Iterations {changed.before} and {number} have no task in common."
     if new := (tasks - changed.again) * bool(changed.before):
-        yield f"Left out: {format_count(new, 'task')} that no iteration before has a mean reward of."
+        yield f"Left out: {format_count(new, 'task')} without a reward in this iteration or in an earlier one."
     if same := changed.again - len(changed.tasks):
         why = "with smaller changes or none" if len(changed.tasks) >= MAX_TASKS else "with the same mean reward as then"
         yield f"Left out: {format_count(same, 'task')} {why}. All: agentrl episodes {run} --iteration {number}"

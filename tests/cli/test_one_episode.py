@@ -105,7 +105,7 @@ def test_replay_tokens_equal_those_of_the_page(
     assert "  does not train (step 1): the grammar of its turn chose it, not the policy\n" in out
     lines = out.splitlines()
     assert lines[-2].endswith(r"'\n'")
-    assert lines[-1].split() == ["1", "0", str(expected[of_steps.index(1)]["id"]), "-0.500", "no", "'4'"]
+    assert lines[-1].split() == ["1", "0", str(expected[of_steps.index(1)]["id"]), "-0.500", "0.607", "no", "'4'"]
     assert f"The first {of_steps.index(1) + 1} of {len(of_steps)} sampled tokens." in told
 
 
@@ -113,11 +113,12 @@ def test_replay_tokens_says_what_is_missing(here: Database, model: Path, capsys:
     iteration = play(here, model, {"name": "grpo"})
     out, _ = agentrl(capsys, "replay", "2", "--tokens")
     assert "  advantage: No update has used this episode.\n" in out
-    assert out.splitlines()[5].split() == ["step", "token", "id", "logprob", "text"]
+    assert "  lowest logprob: -0.500 at step 0, token 0" in out
+    assert out.splitlines()[6].split() == ["step", "token", "id", "logprob", "prob", "text"]
     with altered(here, "runs", "base", "id = 1", "/gone/other"):
         out, _ = agentrl(capsys, "replay", "2", "--tokens")
         assert "  The tokenizer of '/gone/other' is not on this machine. Tokens are shown by their ids.\n" in out
-        assert out.splitlines()[6].split() == ["step", "token", "id", "logprob"]
+        assert out.splitlines()[7].split() == ["step", "token", "id", "logprob", "prob"]
     for words, code in ((("--step", "1"), 5), (("--diff", "1"), 2), (("--verify", "all"), 2)):
         agentrl(capsys, "replay", "2", "--tokens", *words, code=code)
     agentrl(capsys, "replay", "2", "--limit", "1", code=2)
