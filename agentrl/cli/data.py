@@ -295,7 +295,8 @@ def _check_lines(report: dict[str, Any]) -> Iterator[str]:
     if report["without_reference"]:
         yield f"{format_count(report['without_reference'], 'task')} without a reference"
     if "prompt_tokens" in report:
-        yield f"prompt tokens; at most {report['room']} leave room for an answer, and {format_count(report['too_long'], 'task')} exceed that:"
+        more = format_count(report["too_long"], "task")
+        yield f"prompt tokens; at most {report['room']} leave room for an answer; {more} with more than that:"
         yield from (f"  {line}" for line in histogram(report["prompt_tokens"]))
     if report.get("sampled"):
         yield f"{report['run']}: {format_count(report['sampled'], 'task')} sampled, {report['solved']:.0%} solved on average"
