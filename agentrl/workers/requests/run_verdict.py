@@ -23,7 +23,6 @@ from agentrl.workflow.analysis.run_health import (
 )
 from agentrl.workflow.store.driver_reader import Row, sql_read_transaction
 from agentrl.workflow.store.reads import run_rows
-from agentrl.workflow.store.reads.credit_rows import load_algorithm
 from agentrl.workflow.store.reads.evidence_rows import count_error_classes
 from agentrl.workflow.store.reads.iteration_rows import (
     IterationDetails,
@@ -35,7 +34,7 @@ from agentrl.workflow.store.reads.iteration_rows import (
     load_solved_groups,
 )
 from agentrl.workflow.store.reads.paging import iterate_rows
-from agentrl.workflow.store.reads.run_details import find_config, load_summaries
+from agentrl.workflow.store.reads.run_details import load_summaries
 from agentrl.workflow.tables.views import IterationRow, RunRow
 
 
@@ -75,8 +74,8 @@ def judge_run(tx: Any, run: str) -> RunVerdict:
     commands name the run with it. Raise NotFoundError if there is no such run.
     """
     row = run_rows.describe_run(tx, run)
-    waits_for = load_summaries(tx, [row])[row.id].waits_for
-    algorithm = load_algorithm(find_config(tx, row.id).values)[0] if row.kind == "train" else None
+    summary = load_summaries(tx, [row])[row.id]
+    algorithm = summary.algorithm if row.kind == "train" else None
     iterations = [*iterate_rows(list_iterations, tx, IterationFilter(row.run, status="done"))]
     updates: dict[int, list[Row]] = {}
     for update in iterate_rows(list_updates, tx, UpdateFilter(row.run)):
@@ -86,7 +85,7 @@ def judge_run(tx: Any, run: str) -> RunVerdict:
         IterationRecord(one, updates.get(one.iteration, ()), counts.get(one.iteration, GroupCounts())) for one in iterations
     ]
     newest = iterations[: -FLAT_ITERATIONS - 1 : -1]
-    troubles = [Trouble(f"It waits: {waits_for}")] if waits_for else []
+    troubles = [Trouble(f"It waits: {summary.waits_for}")] if summary.waits_for else []
     troubles += _list_run_troubles(tx, row, run, newest) + list_iteration_troubles(run, records, algorithm)
     problems, checked = [trouble for trouble in troubles if not trouble.is_note], list_checked(records, algorithm)
     return RunVerdict(

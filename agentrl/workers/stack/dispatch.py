@@ -65,8 +65,7 @@ def send_first_train(db: Database, iteration: int) -> None:
     if not planning.mark_first_train_sent(db, iteration):
         return
     try:
-        with _broker_errors("train"):
-            app.send_task("agentrl.train", args=[iteration], ignore_result=True)
+        _send_train_job(iteration)
     except ServiceError:
         planning.forget_train_sent(db, iteration)  # so the control loop sends it as soon as the broker is back
         raise
@@ -74,9 +73,13 @@ def send_first_train(db: Database, iteration: int) -> None:
 
 def send_train(db: Database, iteration: int) -> None:
     moment = planning.db_clock_ms(db)
+    _send_train_job(iteration)
+    planning.mark_train_sent(db, iteration, moment)
+
+
+def _send_train_job(iteration: int) -> None:
     with _broker_errors("train"):
         app.send_task("agentrl.train", args=[iteration], ignore_result=True)
-    planning.mark_train_sent(db, iteration, moment)
 
 
 def send_calls_again(db: Database) -> None:
