@@ -85,7 +85,7 @@ def do_jobs(until: Callable[[], bool] = lambda: False) -> None:
     """Takes messages and does their jobs, as workers and a control loop would, until nothing is left to send."""
     while not until():
         done = [_do(name) for name in JOBS]
-        if not any(done) and not control_loop.send_missing():
+        if not any(done) and not control_loop.send_missing()[0]:
             return
 
 
@@ -315,6 +315,12 @@ def test_eval_of_damaged_checkpoint_names_rebuilding_run(worker: Database, model
     planning.resume(worker, measure)
     do_jobs()
     assert run_rows.describe_run(worker, measure)["status"] == "done"
+
+
+def test_pass_that_is_out_of_time_sends_one_message(worker: Database) -> None:
+    for name in ("first", "second"):
+        planning.submit(worker, submission(name))
+    assert [control_loop.send_missing(0.0) for _ in range(3)] == [(1, 1), (1, 0), (0, 0)]
 
 
 def test_cleanup_failure_ends_no_job(worker: Database, model: Path) -> None:

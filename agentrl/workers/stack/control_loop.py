@@ -5,7 +5,9 @@ The loop keeps no state in memory. So if the loop is killed, another process can
 lost workers, a lost Redis and a lost control loop in the same way.
 """
 
+import time
 from logging import getLogger
+from math import inf
 
 from agentrl.workers.stack.dispatch import dispatch, send_rollouts, send_train
 from agentrl.workers.stack.machine import MachineRecorder
@@ -21,15 +23,22 @@ from agentrl.workflow.store import control_reads, leases
 
 log = getLogger("agentrl.control")
 
+PASS_SECONDS = 0.1
+"""The time after which a pass of the loop sends no further message. The next pass follows at once. So the lease is renewed in
+time, however many messages are missing.
+"""
+
 
 def run() -> None:
-    """Call `tick` every few seconds until the process is asked to stop."""
+    """Call `tick` every few seconds, and at once if messages are left, until the process is asked to stop."""
     processes, notifier, recorder = ReportProcesses(), Notifier(settings()), MachineRecorder()
     recorder.start()
     try:
         while not stopping.is_set():
+            left: int | None = 0
             try:
-                if tick() is not None:
+                left = tick()
+                if left is not None:
                     processes.tend(database())
                     notifier.tend(database())
                 readiness().confirm()
@@ -37,27 +46,32 @@ def run() -> None:
                 readiness().lose(error.message)
             except Exception:
                 log.exception("this tick failed; the next one reads the rows again")
-            stopping.wait(settings().tick_seconds)
+            stopping.wait(0 if left else settings().tick_seconds)
     finally:
         processes.stop(database)
         recorder.join()
 
 
 def tick() -> int | None:
-    """Send the missing messages and return their number; None if another control loop holds the lease."""
+    """Send missing messages for PASS_SECONDS. Return the number of those that are left; None if another control loop holds the
+    lease.
+    """
     where, db = settings(), database()
     if not leases.take_service_lease(db, "control", worker_name(), 3 * where.tick_seconds + 2):
         return None
-    return send_missing()
+    _, left = send_missing(PASS_SECONDS)
+    return left
 
 
-def send_missing() -> int:
-    """Send the missing messages and return their number. Other processes may send the same messages too: a duplicate causes no
-    harm.
+def send_missing(seconds: float = inf) -> tuple[int, int]:
+    """Send the missing messages, at least one; begin no other after so many seconds. Return how many were sent, and how many
+    are left. Other processes may send the same messages too: a duplicate causes no harm.
     """
-    db = database()
+    db, end = database(), time.monotonic() + seconds
     actions = plan(control_reads.snapshot(db, settings().lease_seconds))
-    for action in actions:
+    for sent, action in enumerate(actions):
+        if sent and time.monotonic() > end:
+            return sent, len(actions) - sent
         log.info("sending %s", action)
         faultpoint("control.before")
         match action:
@@ -68,4 +82,4 @@ def send_missing() -> int:
             case SendTrain(iteration):
                 send_train(db, iteration)
         faultpoint("control.after")
-    return len(actions)
+    return len(actions), 0

@@ -11,12 +11,12 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, ScalarSelect, Select, Update, exists, func, select, update
+from sqlalchemy import ColumnElement, Connection, ScalarSelect, Select, exists, func, select, update
 
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import CheckpointError, ConflictError, StateError
 from agentrl.workflow.store.agent_attempts import lose_agents
-from agentrl.workflow.store.connect import Database, insert, read_transaction, transaction
+from agentrl.workflow.store.connect import insert, read_transaction, skip_flush, transaction
 from agentrl.workflow.store.episode_loader import clean_tree, message_row, split_in_parts
 from agentrl.workflow.store.forks import Fork, insert_fork
 from agentrl.workflow.store.iterations import epochs_of, insert_iteration, iterations_per_epoch, staleness_of
@@ -335,62 +335,49 @@ def db_clock_ms(tx: Connection) -> int:
     return int(tx.execute(select(now_ms())).scalar_one())
 
 
-def mark_groups_sent(db: Database, groups: Sequence[int], sent_ms: int | None = None) -> None:
+@transaction
+def mark_groups_sent(tx: Connection, groups: Sequence[int], sent_ms: int | None = None) -> None:
     """Add one to the number of messages of each group, and store the time of sending.
 
-    Workers may have claimed some of the groups already. So the groups that are not locked are marked first, and each other
-    group in its own transaction. Otherwise, all marked groups would stay locked while one group's commit is awaited.
+    A group that another transaction has locked is not marked, because a worker that has received the message is claiming it. If
+    that worker is lost, the control loop sends the message again at once.
 
     Args:
         sent_ms: the database's time (`db_clock_ms`) before the message was sent; None for the current time. With a later time,
             the control loop would wait for a message that a lost worker has already received.
     """
-    marked = _mark_unlocked_groups(db, groups, sent_ms)
-    for group in groups:
-        if group not in marked:
-            _mark_group(db, group, sent_ms)
+    skip_flush(tx)
+    marked = update(schema.groups).where(schema.groups.c.id.in_(select_unlocked(schema.groups.c.id, groups)))
+    tx.execute(marked.values(sent_ms=now_ms() if sent_ms is None else sent_ms, sends=schema.groups.c.sends + 1))
 
 
-@transaction
-def _mark_unlocked_groups(tx: Connection, groups: Sequence[int], sent_ms: int | None) -> set[int]:
-    marked = _mark_sent(sent_ms).where(schema.groups.c.id.in_(select_unlocked_groups(groups)))
-    return set(tx.execute(marked.returning(schema.groups.c.id)).scalars())
-
-
-@transaction
-def _mark_group(tx: Connection, group: int, sent_ms: int | None) -> None:
-    tx.execute(_mark_sent(sent_ms).where(schema.groups.c.id == group))
-
-
-def _mark_sent(sent_ms: int | None) -> Update:
-    return update(schema.groups).values(sent_ms=now_ms() if sent_ms is None else sent_ms, sends=schema.groups.c.sends + 1)
-
-
-def select_unlocked_groups(groups: Sequence[int]) -> Select[tuple[int]]:
-    """Return the SQL that locks those of these groups that no other transaction has locked, without waiting for a lock."""
-    ids = schema.groups.c.id
-    return select(ids).where(ids.in_(groups)).with_for_update(skip_locked=True, key_share=True)
+def select_unlocked(key: ColumnElement[Any], values: Sequence[int]) -> Select[tuple[int]]:
+    """Return the SQL that locks those rows with these keys that no other transaction has locked, without waiting for a lock."""
+    return select(key).where(key.in_(values)).with_for_update(skip_locked=True, key_share=True)
 
 
 @transaction
 def mark_train_sent(tx: Connection, iteration: int, sent_ms: int | None = None) -> None:
     """Add one to the number of messages of the iteration's train job, and store the time of sending. See `mark_groups_sent`."""
+    skip_flush(tx)
     tx.execute(
         update(schema.iterations)
-        .where(schema.iterations.c.id == iteration)
+        .where(schema.iterations.c.id.in_(select_unlocked(schema.iterations.c.id, [iteration])))
         .values(train_sent_ms=now_ms() if sent_ms is None else sent_ms, train_sends=schema.iterations.c.train_sends + 1)
     )
 
 
 @transaction
 def mark_first_train_sent(tx: Connection, iteration: int) -> bool:
-    """Note that the iteration's train job is sent now. Return False, and note nothing, if that was noted before, or if a group
-    of the iteration is open.
+    """Note that the iteration's train job is sent now. Return False, and note nothing, if that was noted before, if a group of
+    the iteration is open, or if another transaction has locked the iteration, because it is noting the same.
     """
+    skip_flush(tx)
     is_open = exists().where(schema.groups.c.iteration_id == iteration, schema.groups.c.status.in_(OPEN))
     marked = tx.execute(
         update(schema.iterations)
-        .where(schema.iterations.c.id == iteration, schema.iterations.c.train_sent_ms.is_(None), ~is_open)
+        .where(schema.iterations.c.id.in_(select_unlocked(schema.iterations.c.id, [iteration])))
+        .where(schema.iterations.c.train_sent_ms.is_(None), ~is_open)
         .values(train_sent_ms=now_ms(), train_sends=1)
     )
     return marked.rowcount == 1

@@ -30,10 +30,10 @@ from agentrl.workflow.errors import Fenced
 from agentrl.workflow.rewards import Part
 from agentrl.workflow.stats.group_variance import mean_and_deviation
 from agentrl.workflow.store.blocked_runs import awaits_maker
-from agentrl.workflow.store.connect import Database, read_transaction, transaction
+from agentrl.workflow.store.connect import Database, read_transaction, skip_flush, transaction
 from agentrl.workflow.store.episode_loader import load_episodes, message_value, reward_rows, task_value
 from agentrl.workflow.store.leases import memory_hint, note_takeover
-from agentrl.workflow.store.planning import is_broken, log, select_unlocked_groups
+from agentrl.workflow.store.planning import is_broken, log, select_unlocked
 from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.store.row_codecs import SORTED_CHARS
 from agentrl.workflow.store.run_format import supports_format
@@ -295,7 +295,7 @@ def extend_leases(db: Database, fences: Sequence[Fence], lease_seconds: float) -
     The groups that are not locked come first, and each other group has its own transaction. Otherwise, all renewed groups would
     stay locked while one group's commit is awaited.
     """
-    held = _extend_leases(db, fences, lease_seconds, select_unlocked_groups([fence.group for fence in fences]))
+    held = _extend_leases(db, fences, lease_seconds, select_unlocked(_GROUPS.id, [fence.group for fence in fences]))
     for fence in fences:
         if fence.group not in held:
             held |= _extend_leases(db, [fence], lease_seconds, [fence.group])
@@ -307,6 +307,7 @@ def _extend_leases(
     tx: Connection, fences: Sequence[Fence], lease_seconds: float, groups: Select[tuple[int]] | list[int]
 ) -> set[int]:
     """Renew the leases of those claims whose groups are among `groups`; return the ids of these groups."""
+    skip_flush(tx)
     extended = tx.execute(
         update(schema.groups)
         .where(tuple_(_GROUPS.id, _GROUPS.attempt).in_([(fence.group, fence.attempt) for fence in fences]))
