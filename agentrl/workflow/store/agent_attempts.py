@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Integer, bindparam, func, null, select, update
 
 from agentrl.workflow.config import EXTERNAL, AgentConfig
-from agentrl.workflow.store.connect import read_transaction, transaction
+from agentrl.workflow.store.connect import read_transaction, skip_flush, transaction
 from agentrl.workflow.store.episode_loader import clean_tree, message_value
 from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.store.run_format import RUN_FORMAT
@@ -203,6 +203,7 @@ def extend_agents(tx: Connection, claims: Collection[tuple[int, str]], lease_sec
     A claim loses its agent in three cases: the agent's row is no longer running under that worker, the episode has ended, or
     the episode has a newer attempt.
     """
+    skip_flush(tx)
     current = select(_EPISODES.id).where(
         _EPISODES.id == _AGENTS.episode_id, _EPISODES.attempt == _AGENTS.attempt, _EPISODES.status.in_(OPEN)
     )

@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import Connection, func, select, update
 
 from agentrl.workflow.stats.group_variance import groups_to_plan, varies
-from agentrl.workflow.store.connect import read_transaction, transaction
+from agentrl.workflow.store.connect import read_transaction, skip_flush, transaction
 from agentrl.workflow.store.episode_loader import members_of
 from agentrl.workflow.store.iterations import dynamic_sampling_of, insert_more_groups, wanted_groups
 from agentrl.workflow.store.leases import memory_hint, note_takeover
@@ -240,6 +240,7 @@ def _load_newest_policy(tx: Connection, run_id: int, base: str, base_hash: str) 
 @transaction
 def extend_lease(tx: Connection, iteration: int, token: int, lease_seconds: float) -> bool:
     """Renew the trainer's lease. Return False if the trainer no longer holds the iteration, or if the iteration has ended."""
+    skip_flush(tx)
     extended = tx.execute(
         update(schema.iterations)
         .where(schema.iterations.c.id == iteration, schema.iterations.c.train_token == token, schema.iterations.c.worker != "")
