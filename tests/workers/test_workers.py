@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -31,6 +32,7 @@ from agentrl.workers.stack.celery_app import make_app
 from agentrl.workers.stack.process import worker_name
 from agentrl.workers.stack.replies import Replies, Waker
 from agentrl.workers.stack.supervisor import SupervisedProcess, Supervisor
+from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.envs import Env
 from agentrl.workflow.errors import InfraError, ServiceError, Unready
@@ -47,7 +49,7 @@ from agentrl.workflow.tools import Tool
 from agentrl.workflow.trajectory import Episode, Message, Task, ToolCall, ToolResult
 from tests.support.played_runs import CALL, claim, sampled, start, submission, values
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.small_models import chat, tiny_random
+from tests.support.small_models import chat, tiny_random, tokenizer
 
 # --- one tool call ----------------------------------------------------------------------------------------------------------
 
@@ -461,6 +463,18 @@ def test_env_that_cannot_continue_fails_episode(sqlite: Database, in_memory: Non
     ((status, error_class, found, _),) = ends(sqlite)
     assert (status, error_class) == ("failed", "EnvError")
     assert error in found
+    assert not driver.is_live
+
+
+def test_result_that_template_refuses_fails_episode(sqlite: Database, in_memory: None) -> None:
+    driver = rollout_of(sqlite, [ASK, ASK])
+    picky = deepcopy(tokenizer())
+    refusal = "{% for m in messages if m.role == 'tool' and m.content == '42' %}{{ raise_exception('no 42') }}{% endfor %}"
+    picky.chat_template = refusal + picky.chat_template
+    driver.chat = Chat(picky)
+    play(driver, turns=2)
+    answer(sqlite, driver)
+    assert ends(sqlite) == {("failed", "ModelError", "The chat template refuses these messages: no 42.", None)}
     assert not driver.is_live
 
 

@@ -20,7 +20,7 @@ from agentrl.workers.jobs.pending_calls import PendingCalls
 from agentrl.workflow.agent import Action, CallTools, Finish, Generate, next_action, refusal
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.engines import Completion, Engine, GenerateRequest
-from agentrl.workflow.errors import InfraError
+from agentrl.workflow.errors import InfraError, ModelError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
 from agentrl.workflow.inference.prompt_draft import Draft, draft_turn
@@ -97,7 +97,9 @@ class GroupRollout:
         self.calls.send_overdue()
 
     def _advance(self, episodes: Iterable[int]) -> None:
-        """Perform the next action of each episode. Skip episodes that a hook has failed."""
+        """Perform the next action of each episode. Skip episodes that a hook has failed. End an episode as failed if its env
+        raises, or if the chat template refuses a message after the first turn.
+        """
         failures, ended = list[Outcome](), dict[int, StopReason]()
         for number in episodes:
             episode = self.recorder.episodes.get(number)
@@ -107,7 +109,8 @@ class GroupRollout:
                 case Outcome() as failure:
                     failures.append(failure)
                 case Generate(messages):
-                    self._generate(episode, messages)
+                    if refused := self._generate(episode, messages):
+                        failures.append(refused)
                 case CallTools(step):
                     self._resume_calls(episode, step)
                 case Finish(stop_reason):
@@ -126,16 +129,26 @@ class GroupRollout:
             return Outcome(episode.id, "failed", error_class="EnvError", error=f"{type(error).__name__}: {error}")
         return action
 
-    def _generate(self, episode: Episode, messages: tuple[Message, ...]) -> None:
+    def _generate(self, episode: Episode, messages: tuple[Message, ...]) -> Outcome | None:
+        """Let the engine sample the next turn. Return the failed outcome if the chat template refuses what the model or a tool
+        wrote. Raise ModelError if the template refuses the first prompt, because then it does not fit the run.
+        """
         if not self.recorder.begin_step(episode):
-            return
-        self._drafts[episode.id] = draft = self._draft(episode, messages)
+            return None
+        try:
+            draft = self._draft(episode, messages)
+        except ModelError as error:
+            if not episode.steps:
+                raise
+            return Outcome(episode.id, "failed", error_class="ModelError", error=str(error))
+        self._drafts[episode.id] = draft
         follows = len(episode.steps) + 1 < self.limits.max_steps
         key = self.work.sampling_key(episode).of_next(episode, draft.context)
         request = GenerateRequest.within(self.limits, draft.context, self.work.policy, key, follows, episode.id)
         self._turns[episode.id] = future = self.engine.submit(request)
         future.add_done_callback(partial(put_completion, self.inbox, self.work.fence.group, episode.id))
         faultpoint("generate.sent")
+        return None
 
     def _draft(self, episode: Episode, messages: tuple[Message, ...]) -> Draft:
         """Return the next turn's prompt. The first prompt is rendered once for the whole group."""
