@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from agentrl.workflow.errors import ConfigError, NotFoundError, did_you_mean
+from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.store.driver_reader import Row, is_sqlite, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.changes import OF_RUN, run_conditions
 from agentrl.workflow.store.reads.group_rows import fate_in_run
@@ -36,6 +36,7 @@ from agentrl.workflow.store.row_codecs import (
     task_value,
 )
 from agentrl.workflow.store.solved_rule import MEMBERS, load_rule
+from agentrl.workflow.tables.column_values import EPISODE_STATUS, STOP_REASONS
 from agentrl.workflow.tables.step_values import JOIN_PROMPT, JOIN_PROMPT_IDS, PROMPT, PROMPT_IDS
 from agentrl.workflow.tables.views import FATE_CONDITIONS, FATES, CallRow, EpisodeRow, RewardRow, StepRow
 from agentrl.workflow.trajectory import TRUNCATED, Episode, Step, storable
@@ -114,6 +115,7 @@ _CONDITIONS = {
                      GROUP BY l.group_id
                      HAVING count(*) = (SELECT count(*) FROM group_resources WHERE group_id = :texts_of))""",
 }
+_CHOICES = {"status": EPISODE_STATUS, "stop_reason": STOP_REASONS, "outcome": OUTCOMES, "fate": FATES}
 _CALLS = "FROM tool_calls c WHERE c.episode_id = episodes.id AND c.attempt = episodes.attempt"
 _TEXTS = """
     (lower(final_answer) LIKE lower(:text) ESCAPE '!' OR lower(error) LIKE lower(:text) ESCAPE '!'
@@ -136,7 +138,7 @@ conditions that all rows of the list meet.
 @sql_read_transaction
 def list_episodes(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) -> Page[EpisodeRow]:
     """Return the episodes that the run sampled, ordered by id or by one of EPISODE_ORDERS. Raise ConfigError if there is no
-    such order, outcome or fate.
+    such order, status, stop reason, outcome or fate.
 
     With one of the fields `text`, `outcome`, `error_class` and `fate`, the list is searched in pieces: a page may have few
     rows, or none, and still be followed by another page (see `paging.search_page`).
@@ -193,14 +195,13 @@ def _orders(tx: Any, chosen: EpisodeFilter) -> dict[str, str]:
 def _conditions(tx: Any, chosen: EpisodeFilter) -> tuple[list[str], list[str], dict[str, Any]]:
     """Return the filter's conditions, those that are slow to check, and the values of the parameters of both."""
     of_run, of_it = run_conditions(tx, chosen)
-    conditions, values = choose_conditions(chosen, _CONDITIONS)
+    conditions, values = choose_conditions(chosen, _CONDITIONS, _CHOICES)
     if of_run == [OF_RUN] and ("group" in values or chosen.outcome == "newly_lost" or chosen.fate is not None):
         of_run = []  # these filters restrict the rows to the run; with this condition, a database would scan all its episodes
     tests, test_values = choose_conditions(chosen, _TESTS)
     if chosen.error_class is not None:
         conditions.append("(error_class = :error_class OR tool_errors > 0)")
     if chosen.fate is not None:
-        _check_word(chosen.fate, FATES, "fate")
         conditions.append(FATE_CONDITIONS[chosen.fate])
         test_values["run_name"] = run_id_and_name(tx, chosen.run)["name"]
     if chosen.truncated is not None:
@@ -211,16 +212,10 @@ def _conditions(tx: Any, chosen: EpisodeFilter) -> tuple[list[str], list[str], d
         test, texts = _text_test(chosen.text)
         tests, test_values = [*tests, test], test_values | texts
     if chosen.outcome is not None:
-        _check_word(chosen.outcome, OUTCOMES, "outcome")
         outcome, is_test, its = _outcome_condition(tx, chosen, of_run, of_it)
         (tests if is_test else conditions).append(outcome)
         values |= its | {"outcome": chosen.outcome}
     return of_run + conditions, tests, of_it | values | test_values
-
-
-def _check_word(word: str, words: Sequence[str], what: str) -> None:
-    if word not in words:
-        raise ConfigError(f"There is no {what} {word!r:.60}.", did_you_mean(word[:60], words))
 
 
 def _text_test(text: str) -> tuple[str, dict[str, Any]]:

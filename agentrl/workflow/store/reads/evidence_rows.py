@@ -47,6 +47,10 @@ COLUMNS: Mapping[str, EvidenceColumn] = {
 """The columns of the list, in their order."""
 
 
+EVIDENCE_FIELDS = (*EpisodeRow.COLUMNS, "task_id", "question", "parts", "failed_call", "fate")
+"""The fields of an episode in the list."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """A page of a list of episodes with their evidence.
