@@ -190,8 +190,6 @@ def episodes(
         texts_of=texts_of,
     )  # fmt: skip
     rows, more = _find_evidence(db, chosen, sort, limit, offset)
-    if not rows:
-        episode_rows.check_names(db, chosen)
     if as_json or as_csv:
         show_list(EVIDENCE_FIELDS, rows, as_csv)
     elif rows:

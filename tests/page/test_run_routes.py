@@ -125,6 +125,9 @@ def test_lists_refuse_unknown_order_cursor_size_and_choice(database: Database) -
             status, refusal = page.ask(f"/api/{path}", **{name: "colour"})
             assert (status, refusal["error"]) == (422, f"There is no {name.replace('_', ' ')} 'colour'."), path
             assert " is one of " in refusal["hint"]
+    for asked in ({"iteration": 9}, {"task": "train/99"}, {"group": 9}, {"texts_of": 9}):
+        assert page.ask("/api/runs/1/episodes", **asked)[0] == 404, asked
+    assert page.ask("/api/runs/1/errors", iteration=9)[0] == 404
 
 
 def test_runs_route_names_what_waiting_run_waits_for(database: Database) -> None:

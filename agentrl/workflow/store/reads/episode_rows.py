@@ -22,6 +22,7 @@ from agentrl.workflow.store.reads.paging import (
     search_page,
     select_page,
     select_values,
+    storable_value,
     text_order,
 )
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
@@ -161,14 +162,25 @@ def count_episodes(tx: Any, chosen: EpisodeFilter) -> int:
 
 @sql_read_transaction
 def check_names(tx: Any, chosen: EpisodeFilter) -> None:
-    """Raise NotFoundError if the run has no iteration with the filter's number, or no group of the task with its key."""
+    """Raise NotFoundError if the run does not have the iteration, the task or the group that the filter names."""
     run_row = run_id_and_name(tx, chosen.run)
     if chosen.iteration is not None:
         find_iteration(tx, run_row, chosen.iteration)
-    query = f"SELECT m.id FROM ({MEMBERS}) m JOIN tasks t ON t.id = m.task_id WHERE t.key = :task LIMIT 1"
-    if chosen.task is not None and not select_rows(tx, query, run_id=run_row["id"], task=storable(chosen.task)):
-        message = f"{run_row['name']!r} has sampled no task {chosen.task!r:.60}."
-        raise NotFoundError(message, f"List its tasks: agentrl tasks {run_row['name']}")
+    for field, (what, query, command) in _NAMES.items():
+        value = getattr(chosen, field)
+        if value is not None and not select_rows(tx, f"{query} LIMIT 1", run_id=run_row["id"], name=storable_value(value)):
+            message = f"{run_row['name']!r} has sampled no {what} {value!r:.60}."
+            raise NotFoundError(message, f"List its {command}: agentrl {command} {run_row['name']}")
+
+
+_GROUP_OF_RUN = "SELECT id FROM groups WHERE id = :name AND run_id = :run_id"
+_TASK_OF_RUN = f"SELECT m.id FROM ({MEMBERS}) m JOIN tasks t ON t.id = m.task_id WHERE t.key = :name"
+_NAMES = {
+    "task": ("task", _TASK_OF_RUN, "tasks"),
+    "group": ("group", _GROUP_OF_RUN, "episodes"),
+    "texts_of": ("group", _GROUP_OF_RUN, "episodes"),
+}
+"""For each field that names something of the run: what it names, the query that finds this, and the command that lists it."""
 
 
 @sql_read_transaction

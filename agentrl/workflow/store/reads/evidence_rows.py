@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
-from agentrl.workflow.store.reads.episode_rows import EpisodeFilter, count_episodes, list_episodes
+from agentrl.workflow.store.reads.episode_rows import EpisodeFilter, check_names, count_episodes, list_episodes
 from agentrl.workflow.store.reads.eval_results import load_questions
 from agentrl.workflow.store.reads.group_rows import load_sibling_fates, load_sibling_parts
+from agentrl.workflow.store.reads.iteration_rows import find_iteration
 from agentrl.workflow.store.reads.paging import Paging, select_values
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.reads.turn_rows import cut_column
@@ -72,8 +73,12 @@ class Evidence:
 
 @sql_read_transaction
 def list_evidence(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) -> Evidence:
-    """Return a page of `list_episodes` as evidence."""
+    """Return a page of `list_episodes` as evidence. Raise NotFoundError if no episode matches because the run does not have the
+    iteration, the task or the group that the filter names.
+    """
     page = list_episodes(tx, chosen, paging)
+    if not (page.rows or page.next):
+        check_names(tx, chosen)
     is_whole = not (page.next or (paging and (paging.cursor or paging.offset)))
     total = page.searched if is_whole or page.searched is None else count_episodes(tx, chosen)
     return Evidence(add_evidence(tx, run_id_and_name(tx, chosen.run)["name"], page.rows), page.next, page.searched, total)
@@ -113,12 +118,14 @@ def _load_failed_calls(tx: Any, episodes: Sequence[int]) -> dict[int, Row]:
 @sql_read_transaction
 def count_error_classes(tx: Any, run: str, iteration: int | None = None) -> list[Row]:
     """Return the classes of errors of a run's calls and episodes, the most frequent first. `iteration` (counted from 1) selects
-    one iteration.
+    one iteration. Raise NotFoundError if there is no such run or iteration.
 
     Each row has `error_class`, `tool`, the number of `errors`, and the number of `episodes` with such an error. `tool` is None
     if the episode itself failed, and empty if the call could not be parsed.
     """
     run_row = run_id_and_name(tx, run)
+    if iteration is not None:
+        find_iteration(tx, run_row, iteration)
     args: dict[str, Any] = {"run_id": run_row["id"]} | ({} if iteration is None else {"number": iteration - 1})
     numbers = "" if iteration is None else " AND i.number = :number"
     episodes = f"iterations i JOIN episodes e ON e.iteration_id = i.id WHERE i.run_id = :run_id{numbers}"
