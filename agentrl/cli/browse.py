@@ -158,7 +158,7 @@ def episodes(
         str | None, _filter_option("Only with an error of this class, of the episode or of a failed call.")
     ] = None,
     outcome: Annotated[
-        str | None, _filter_option("Only solved, unsolved, never_solved (tasks) or newly_lost (groups).")
+        str | None, _filter_option("Only solved, unsolved, never_solved (tasks) or no_longer_solved (groups).")
     ] = None,
     truncated: Annotated[
         bool | None, typer.Option("--truncated/--not-truncated", help="Only those cut off at a limit.", show_default=False)

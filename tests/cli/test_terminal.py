@@ -401,7 +401,7 @@ def test_episodes_command_searches_and_filters(run: str, capsys: pytest.CaptureF
     assert ids("--outcome", "solved") == first + rest == right
     assert ids("--search", "what is IT?") == ids("--status", "done")
     assert ids("--search", "nothing has this") == ids("--error", "code_error") == ids("--truncated") == []
-    assert "newly_lost" in agentrl(capsys, "episodes", run, "--outcome", "new_lost", code=2)
+    assert "no_longer_solved" in agentrl(capsys, "episodes", run, "--outcome", "no_longer", code=2)
     assert "Did you mean 'done'?" in agentrl(capsys, "episodes", run, "--status", "don", code=2)
     assert "The stop reason is one of" in agentrl(capsys, "episodes", run, "--stop-reason", "tired", code=2)
     assert "has sampled no task 'train/99'." in agentrl(capsys, "episodes", run, "--task", "train/99", code=5)

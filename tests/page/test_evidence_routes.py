@@ -109,14 +109,14 @@ def test_evidence_beside_walks_list_both_ways(grown: Database) -> None:
     assert page.read(f"{EPISODES}/999999/beside") == {"previous": None, "next": None}
 
 
-def test_evidence_newly_lost_follows_solved_group(database: Database) -> None:
+def test_evidence_no_longer_solved_follows_solved_group(database: Database) -> None:
     played(database, (1.0, 0.5), (0.5, 0.5), (0.5, 1.0))
     page = PageOver(database)
-    lost = page.read(EPISODES, outcome="newly_lost")["rows"]
+    lost = page.read(EPISODES, outcome="no_longer_solved")["rows"]
     assert {row["iteration"] for row in lost} == {2}
     assert len({row["task_id"] for row in lost}) == 1
-    assert [row["id"] for row in lost] == listed(page, outcome="newly_lost", iteration=2)
-    assert listed(page, outcome="newly_lost", iteration=3) == []
+    assert [row["id"] for row in lost] == listed(page, outcome="no_longer_solved", iteration=2)
+    assert listed(page, outcome="no_longer_solved", iteration=3) == []
     assert listed(page, outcome="never_solved") == []
     assert len(listed(page, outcome="solved")) == 2
 
@@ -205,7 +205,7 @@ def test_solved_groups_in_sql_agree_with_evaluations(grown: Database, rule: Solv
         episodes = select_rows(tx, "SELECT id, group_id, status, reward FROM episodes ORDER BY id")
         parts = score_at_random(tx, episodes, Random(run))
         judged = select_rows(tx, f"{rule.judged_groups()} ORDER BY iteration, id", **args, **rule.parameters)
-        lost = select_rows(tx, rule.lost_groups(), **args, **rule.parameters)
+        lost = select_rows(tx, rule.groups_no_longer_solved(), **args, **rule.parameters)
         tx.execute(update(schema.groups).values(solved=1))
         stored = select_rows(tx, f"{rule.judged_groups()} ORDER BY iteration, id", **args, **rule.parameters)
         tx.rollback()

@@ -10,7 +10,7 @@ import { Asked, Badge, Chips, KeyLink, Link, More, openable, Search, Select, Tab
 const CHIPS = [
   ["solved", "outcome=solved", "Episodes that are right"],
   ["never solved", "outcome=never_solved", "Episodes of tasks that no episode of the run solved"],
-  ["newly lost", "outcome=newly_lost", "Groups that are not solved, although the task's group before was"],
+  ["no longer solved", "outcome=no_longer_solved", "Groups that are not solved, although the task's group before was"],
   ["failed call", "tool_errors=1", "Episodes with a failed tool call"],
   ["truncated", "truncated=true", "Episodes that were cut off at a limit"],
 ];

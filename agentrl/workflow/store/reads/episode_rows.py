@@ -58,7 +58,7 @@ _SORT_TABLES = {
          FROM episodes e) episodes""",
 }
 """The tables for the orders by a column that `episodes` does not have."""
-OUTCOMES = ("solved", "unsolved", "never_solved", "newly_lost")
+OUTCOMES = ("solved", "unsolved", "never_solved", "no_longer_solved")
 """The outcomes by which the list can be filtered: the episode is right; it is not; no episode of its task is; its group is not
 solved, but the task's group before was.
 """
@@ -198,7 +198,7 @@ def _table(sort: str) -> str:
 
 
 def _orders(tx: Any, chosen: EpisodeFilter) -> dict[str, str]:
-    by_id = FEW_BY_NUMBER if chosen.outcome == "newly_lost" else BY_NUMBER
+    by_id = FEW_BY_NUMBER if chosen.outcome == "no_longer_solved" else BY_NUMBER
     if is_sqlite(tx):
         return {**EPISODE_ORDERS, **by_id, "seconds": "(julianday(finished_at) - julianday(started_at))"}
     return {**EPISODE_ORDERS, **by_id, "seconds": "date_part('epoch', finished_at - started_at)"}
@@ -208,7 +208,7 @@ def _conditions(tx: Any, chosen: EpisodeFilter) -> tuple[list[str], list[str], d
     """Return the filter's conditions, those that are slow to check, and the values of the parameters of both."""
     of_run, of_it = run_conditions(tx, chosen)
     conditions, values = choose_conditions(chosen, _CONDITIONS, _CHOICES)
-    if of_run == [OF_RUN] and ("group" in values or chosen.outcome == "newly_lost" or chosen.fate is not None):
+    if of_run == [OF_RUN] and ("group" in values or chosen.outcome == "no_longer_solved" or chosen.fate is not None):
         of_run = []  # these filters restrict the rows to the run; with this condition, a database would scan all its episodes
     tests, test_values = choose_conditions(chosen, _TESTS)
     if chosen.error_class is not None:
@@ -258,7 +258,7 @@ def _outcome_condition(
     if outcome == "never_solved":
         never = f"SELECT task_id FROM ({rule.judged_groups(some)}) judged GROUP BY task_id HAVING max(solved) = 0"
         return f"task_id IN ({never})", False, rule.parameters
-    return f"group_id IN ({rule.lost_groups(some)})", False, rule.parameters
+    return f"group_id IN ({rule.groups_no_longer_solved(some)})", False, rule.parameters
 
 
 @sql_read_transaction
