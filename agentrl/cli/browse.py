@@ -218,10 +218,12 @@ def _find_evidence(db: Any, chosen: Any, sort: str, limit: int, offset: int) -> 
 
 
 def _episode_row(row: Any) -> dict[str, Any]:
-    call = row["failed_call"]
-    failure = f"{call['tool'] or 'unreadable call'}: {call['error_class']}: {call['result'] or ''}" if call else ""
+    call, more = row["failed_call"], f" (+{row['more_errors']})" * bool(row["more_errors"])
+    failure = f"{call['tool'] or 'unreadable call'}: {call['error_class']}{more}: {call['result'] or ''}" if call else ""
+    if row["error"]:
+        failure = f"{row['error_class']}{more}: {row['error']}"
     short = {"final_answer": one_line(row["final_answer"], ANSWER_CHARS), "question": one_line(row["question"], QUESTION_CHARS)}
-    return {**row, **short, "reference": one_line(row["reference"], ANSWER_CHARS), "error": row["error"] or failure}
+    return {**row, **short, "reference": one_line(row["reference"], ANSWER_CHARS), "error": failure}
 
 
 def tasks(

@@ -292,7 +292,7 @@ def test_json_list_has_columns_of_view(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked = json.loads(agentrl(capsys, "sql", f"SELECT * FROM {view} LIMIT 1", "--json"))
-    more = {"task_id", "question", "parts", "failed_call", "fate"} if words == "episodes" else set()
+    more = {"task_id", "question", "parts", "failed_call", "more_errors", "fate"} if words == "episodes" else set()
     assert json.loads(agentrl(capsys, words, "--limit", "1", "--json"))[0].keys() == asked[0].keys() | more
 
 

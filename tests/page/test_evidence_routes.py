@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import delete, insert, text, update
 
+from agentrl.cli.browse import _episode_row
 from agentrl.workers import page as page_package
 from agentrl.workflow.stats.evaluation import is_right
 from agentrl.workflow.store import steps
@@ -41,12 +42,13 @@ def listed(page: PageOver, **asked: Any) -> list[int]:
             return ids
 
 
-def fail_call(database: Database, work: GroupWork) -> None:
-    """The work's first episode makes a call, which fails."""
-    ((call,),) = steps.commit_sampled(database, work.fence, [sampled(work, calls=(CALL,))])
+def fail_calls(database: Database, work: GroupWork, count: int = 1) -> None:
+    """The work's first episode makes calls in one turn, which fail."""
+    (calls,) = steps.commit_sampled(database, work.fence, [sampled(work, calls=(CALL,) * count)])
     failure = answered("SyntaxError: é", "code_error")
-    assert record_result(database, call, failure, datetime.now(UTC), "tools:1")
-    observed = replace(step(0, (CALL,)), results=(failure,))
+    for call in calls:
+        assert record_result(database, call, failure, datetime.now(UTC), "tools:1")
+    observed = replace(step(0, (CALL,) * count), results=(failure,) * count)
     steps.commit_observed(database, work.fence, [(work.episodes[0].id or 0, observed)])
 
 
@@ -59,18 +61,22 @@ def test_evidence_column_and_page_say_fate() -> None:
 
 def test_evidence_shows_question_parts_and_failed_call(database: Database) -> None:
     work = claim(database, start(database, submission())[0])
-    fail_call(database, work)
+    fail_calls(database, work, 3)
     finish(database, work, 0, 0.5, {"numeric_answer": 0.0, "format": 1.0})
     (row,) = PageOver(database).read(EPISODES, tool_errors=1)["rows"]
     assert row["question"].startswith("What is 6*")
     assert {part["part"]: part["value"] for part in row["parts"]} == {"numeric_answer": 0.0, "format": 1.0}
     failed = row["failed_call"]
     assert (failed["tool"], failed["error_class"], failed["result"]) == ("calculator", "code_error", "SyntaxError: é")
+    assert row["more_errors"] == 2
+    assert _episode_row(row)["error"] == "calculator: code_error (+2): SyntaxError: é"
+    ended = {**row, "error": "lost", "error_class": "infra", "more_errors": 3}
+    assert _episode_row(ended)["error"] == "infra (+3): lost"
     page = PageOver(database)
     for asked in ({"text": "syntaxerror: é"}, {"text": "6*7"}, {"text": "turn 0"}, {"error_class": "code_error"}):
         assert listed(page, **asked) == [row["id"]], asked
     assert listed(page, text="TypeError") == listed(page, error_class="parse_error") == []
-    assert page.read("/api/runs/1/errors") == [{"error_class": "code_error", "tool": "calculator", "errors": 1, "episodes": 1}]
+    assert page.read("/api/runs/1/errors") == [{"error_class": "code_error", "tool": "calculator", "errors": 3, "episodes": 1}]
     assert page.ask(EPISODES, outcome="lost")[0] == page.ask(EPISODES, fate="gone")[0] == 422
 
 

@@ -90,12 +90,13 @@ export function partSums(parts) {
   return sums.size > 1 ? [...sums] : [];
 }
 
-/** What failed in an episode: its own error, or its first failed call. */
+/** What failed in an episode: its own error, or its first failed call; and how many more errors it has. */
 export function errorOf(row) {
-  if (row.error) return html`<span class="bad">${visible(row.error_class)}: ${visible(row.error).slice(0, 200)}</span>`;
+  const more = row.more_errors ? ` (+${number(row.more_errors)})` : "";
+  if (row.error) return html`<span class="bad">${visible(row.error_class)}${more}: ${visible(row.error).slice(0, 200)}</span>`;
   if (!row.failed_call) return "";
   const { tool, error_class: kind, result } = row.failed_call;
-  return html`<span class="bad">${visible(tool) || "(unreadable call)"}: ${visible(kind)}</span> <span class="quiet">${visible(result).slice(-200)}</span>`;
+  return html`<span class="bad">${visible(tool) || "(unreadable call)"}: ${visible(kind)}${more}</span> <span class="quiet">${visible(result).slice(-200)}</span>`;
 }
 
 function fateOf(row) {

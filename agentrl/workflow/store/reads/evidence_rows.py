@@ -38,7 +38,9 @@ COLUMNS: Mapping[str, EvidenceColumn] = {
     "reference": EvidenceColumn("reference", "the task's reference", "reference"),
     "reward": EvidenceColumn("reward", "the reward and its parts", "reward"),
     "advantage": EvidenceColumn("advantage", "how much better the episode is than its group", "advantage"),
-    "failed_call": EvidenceColumn("error", "the episode's error, or that of its first failed call", "errors"),
+    "failed_call": EvidenceColumn(
+        "error", "the episode's error, or that of its first failed call; (+2): it has two more", "errors"
+    ),
     "fate": EvidenceColumn("fate", "the episode's status, and whether an update trained on it", "status"),
     "steps": EvidenceColumn("turns", "turns of the policy", "steps"),
     "calls": EvidenceColumn("calls", "tool calls", "calls"),
@@ -48,7 +50,7 @@ COLUMNS: Mapping[str, EvidenceColumn] = {
 """The columns of the list, in their order."""
 
 
-EVIDENCE_FIELDS = (*EpisodeRow.COLUMNS, "task_id", "question", "parts", "failed_call", "fate")
+EVIDENCE_FIELDS = (*EpisodeRow.COLUMNS, "task_id", "question", "parts", "failed_call", "more_errors", "fate")
 """The fields of an episode in the list."""
 
 
@@ -59,7 +61,8 @@ class Evidence:
     Args:
         rows: the columns of `EpisodeRow`, with `task_id`, `question`, `parts` (part, value and weight of each part of the
             reward), `failed_call` (tool, error_class and the beginning of the first failed call's result; None if no call
-            failed) and `fate` (the episode's status, and whether an update trained on it).
+            failed), `more_errors` (the number of errors besides the episode's own error or, if it has none, besides that of
+            its first failed call) and `fate` (the episode's status, and whether an update trained on it).
         next: the cursor of the following page; empty on the last page.
         searched: the number of episodes that were checked for this page; None if the filter needs no search.
         total: the number of episodes that the complete search checks; None if the filter needs no search.
@@ -101,6 +104,7 @@ def add_evidence(tx: Any, run: str, rows: Sequence[EpisodeRow]) -> list[dict[str
             "question": questions.get(tasks[row.id], ""),
             "parts": [part for part in parts.get(row.id, ()) if part["reward_set"] == "default"],
             "failed_call": calls.get(row.id),
+            "more_errors": max(0, row.tool_errors - (not row.error)),
             "fate": fates.get(row.id),
         }
         for row in rows
