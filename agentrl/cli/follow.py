@@ -285,6 +285,8 @@ LEAST_SECONDS = 0.1
 
 def _seconds_lines(view: RunView) -> list[str]:
     """Return lines that say where the run's seconds went. The parts add up to the total."""
+    from agentrl.workflow.store.reads.run_seconds import REST, REST_MEANS
+
     lines = []
     for of, title in (
         ("run", "seconds of the run"),
@@ -296,6 +298,10 @@ def _seconds_lines(view: RunView) -> list[str]:
             continue
         lines.append(f"{title}: {total:.1f}")
         lines += [f"  {row['part']:<26} {row['seconds']:>9.1f} {row['share']:>6.1%}" for row in rows]
+        if any(row["part"] == REST for row in rows):
+            lines.append(f"  ({REST}, for example: {REST_MEANS[of]})")
+        if of == "run" and view.evals:
+            lines.append(f"  (not included: the seconds of {format_count(len(view.evals), 'evaluation')})")
     return lines
 
 

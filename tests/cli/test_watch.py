@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import text
 
-from agentrl.cli.follow import _Lines, load_view, summary
+from agentrl.cli.follow import _Lines, _seconds_lines, load_view, summary
 from agentrl.cli.main import main
 from agentrl.cli.run_view import RunView
 from agentrl.cli.screen import live_lines
@@ -101,6 +101,15 @@ def test_watch_names_the_pages_of_trackers(database: Database) -> None:
     expected = ["mlflow: mlflow did not answer.", "wandb: https://wandb.ai/me/agentrl/runs/abc"]
     assert [line.strip() for line, _ in summary(view) if line.strip() in expected] == expected
     assert [line for line in live_lines(view) if line in expected] == expected
+
+
+def test_watch_says_what_seconds_are_and_leave_out() -> None:
+    parts = [{"of": of, "part": "unexplained", "seconds": 2.0, "share": 1.0} for of in ("run", "episodes")]
+    lines = [line.strip() for line in _seconds_lines(RunView({}, seconds=parts, evals=[{}]))]
+    assert lines[0] == "seconds of the run: 2.0"
+    assert lines[2] == "(unexplained, for example: workers started, checkpoints were written, messages travelled)"
+    assert lines[3] == "(not included: the seconds of 1 evaluation)"
+    assert lines[6:] == ["(unexplained, for example: they waited for others of their batch, or your agent worked)"]
 
 
 def test_watch_shows_present_load_of_hosts(database: Database) -> None:
