@@ -21,7 +21,7 @@ from agentrl.cli.console import (
 from agentrl.cli.follow import trained_on_query
 from agentrl.cli.options import MAX_INTEGER
 from agentrl.cli.replay_diff import diff as compared
-from agentrl.cli.replay_tokens import show_tokens
+from agentrl.cli.replay_tokens import find_decoder, show_tokens
 from agentrl.cli.resolve_targets import (
     LastEpisode,
     NewestRun,
@@ -360,7 +360,7 @@ def replay(
     if as_json:
         show_json(as_document(record, step))
     else:
-        show_lines(transcript_lines(record, step))
+        show_lines(transcript_lines(record, step, None if record.removed else find_decoder(db, episode)))
 
 
 def events(
