@@ -226,7 +226,7 @@ def _sandbox_note(call: Any) -> str:
 def _end_lines(record: Any) -> Iterator[Line]:
     row = record.row
     yield "", ""
-    outcome = row["stop_reason"] or row["error_class"] or "not over"
+    outcome = row["stop_reason"] or row["error_class"] or "has not ended"
     yield f"{row['status']} ({outcome})  reward {cell(row['reward'])}, advantage {cell(row['advantage'])}", "bold"
     if row["status"] == "done" and record.agent_error:
         yield f"  the agent ended with: {one_line(record.agent_error, 1000)}", "red"

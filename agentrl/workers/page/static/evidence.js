@@ -123,7 +123,7 @@ export function Examples({ rows }) {
   const byEpisode = Map.groupBy(rows.filter(([, row]) => row), ([, row]) => row.id);
   const once = [...byEpisode.values()].map((its) => [its.map(([title]) => title).join(" and "), its[0][1]]);
   return html`<ul class="examples">${once.map(([title, row]) => html`<li key=${row.id} class="cell" data-row=${openable(["episode", row.id])}>
-    <div><b>${title}</b> <${Link} to=${["episode", row.id]}>episode ${row.id}<//> <span class="quiet">reward ${number(row.reward, 3)}, ${plural(row.steps, "turn")}, ${number(row.sampled_tokens)} tokens</span></div>
+    <div><b>${title}</b> <${Link} to=${["episode", row.id]}>episode ${row.id}<//> <span class="quiet">reward ${number(row.reward, 3)}, ${plural(row.steps, "turn")}, ${plural(row.sampled_tokens, "token")}</span></div>
     <div>${visible(row.question).slice(0, 160)}</div>
     <div><span class="quiet">answer</span> ${visible(row.final_answer).slice(0, 120) || "–"} <span class="quiet">reference</span> ${visible(row.reference).slice(0, 80)}</div>
     <div>${errorOf(row)}</div>
