@@ -307,6 +307,7 @@ BAD = [
     (["chat", "--policy", "nobody@x"], 2, "RUN@3"),
     (["config", "show", "-s", "epoch=3"], 2, "epochs"),
     (["config", "demo"], 2, "agentrl config show demo"),
+    (["config", "shwo"], 2, "Did you mean 'show'?"),
     (["config", "show", "-s", "algorithm.name=nothing"], 2, "algorithm"),
     (["config", "show", "-s", "critic.clip=0.5"], 2, "it has no critic"),
     (["config", "show", "-s", "algorithm.dual_clip=1"], 2, "algorithm.dual_clip"),

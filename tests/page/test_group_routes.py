@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 from agentrl.workers.page.routes.episode_routes import Tokens, WholeEpisode
 from agentrl.workers.page.routes.group_routes import WholeGroup
+from agentrl.workers.page.shown.whole_group import load_group_answer
 from agentrl.workflow.analysis.alignment import Alignment, align
 from agentrl.workflow.store import planning, token_removal, train_commits
 from agentrl.workflow.store.connect import Database
@@ -141,6 +142,19 @@ def test_group_route_with_removed_tokens_has_no_tree(database: Database, tmp_pat
     assert (after["parting"]["tree"], after["parting"]["at"], after["parting"]["common_tokens"]) == ([], [], 0)
     assert after["parting"]["tokens_removed"].startswith("The tokens of run 'first' were removed on ")
     assert {**after, "parting": None} == {**before, "parting": None}
+
+
+def test_group_answer_asks_once_for_removed_tokens(database: Database) -> None:
+    group, _ = group_of(database, 4)
+    play(database, group)
+    queries: list[str] = []
+
+    def note(connection, cursor, statement, parameters, context, many):  # type: ignore[no-untyped-def]
+        queries.append(statement)
+
+    event.listen(database.engine, "before_cursor_execute", note)
+    assert len(database.ask(lambda tx: load_group_answer(tx, group)).lines) == 4
+    assert sum("tokens_removed_at IS NOT NULL" in query for query in queries) == 1
 
 
 def test_group_route_before_start_or_missing(database: Database) -> None:
