@@ -311,9 +311,9 @@ def trained_on_query(run: str) -> str:
 
 
 def _failure_lines(view: RunView) -> list[Line]:
-    from agentrl.workflow.analysis.run_health import list_failures
+    from agentrl.workflow.analysis.run_health import find_failures
 
-    troubles = list_failures(view.failure, view.agent_error, view.run["episodes_done"], view.run["run"])
+    troubles = find_failures(view.failure, view.agent_error, view.run["episodes_done"], view.run["run"]).values()
     return [
         line for one in troubles for line in ((f"  {one.text}", "yellow" if one.is_note else "red"), (f"    {one.command}", ""))
     ]
