@@ -70,7 +70,7 @@ class Run:
             chosen: fields of `EpisodeFilter`: `status`, `task`, `min_reward` and others.
 
         Raises:
-            ConfigError: the filter has no such field.
+            ConfigError: the filter has no such field or, raised when the list is read, the field has no such value.
         """
         return Episodes(self._db, filter_of(EpisodeFilter, {"run": self.name, **chosen}))
 

@@ -211,7 +211,7 @@ def _find_evidence(db: Any, chosen: Any, sort: str, limit: int, offset: int) -> 
     page = list_evidence(db, chosen, Paging(limit, offset=offset, sort=sort))
     rows, searched = [*page.rows], page.searched or 0
     while page.searched is not None and page.next and len(rows) < limit:
-        say(f"searched {searched:,} of {page.total:,} episodes, going on")
+        say(f"Searched {searched:,} of {page.total:,} episodes so far.")
         page = list_evidence(db, chosen, Paging(limit - len(rows), page.next, sort=sort))
         rows, searched = [*rows, *page.rows], searched + (page.searched or 0)
     return rows, bool(page.next)

@@ -11,7 +11,7 @@ from agentrl.cli.console import Json, say, show, show_cells, show_json, show_tab
 from agentrl.cli.follow import gain_lines
 from agentrl.cli.resolve_targets import NewestRun, pick_run, stored_reader
 from agentrl.workflow.errors import ConfigError, NotFoundError, did_you_mean
-from agentrl.workflow.runtime.shown_text import cell, clean, one_line
+from agentrl.workflow.runtime.shown_text import cell, clean, format_count, one_line
 
 if TYPE_CHECKING:
     from agentrl.workflow.store.reads.search_tree import SearchCandidate, SearchTree
@@ -116,7 +116,7 @@ def _show_tree(tree: "SearchTree") -> None:
         cells.append([label, *map(cell, numbers), one_line(one.difference, SHOWN)])
     show_cells(("version", "score", "tasks", "held out", "episodes", "status", "how", "new text"), cells)
     if tree.left_out:
-        say(f"Not shown: {tree.left_out} that were tried later.")
+        say(f"Left out: {format_count(tree.left_out, 'version')} tried later.")
 
 
 def _diff_lines(one: "ResourceRow", other: "ResourceRow") -> Iterator[str]:

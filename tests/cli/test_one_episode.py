@@ -107,7 +107,7 @@ def test_replay_tokens_equal_those_of_the_page(
     lines = out.splitlines()
     assert lines[-2].endswith(r"'\n'")
     assert lines[-1].split() == ["1", "0", str(expected[of_steps.index(1)]["id"]), "-0.500", "0.607", "no", "'4'"]
-    assert f"The first {of_steps.index(1) + 1} of {len(of_steps)} sampled tokens." in told
+    assert f"Only the first {of_steps.index(1) + 1} of {len(of_steps)} sampled tokens are shown." in told
 
 
 def test_replay_tokens_says_what_is_missing(here: Database, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
