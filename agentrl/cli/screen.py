@@ -162,7 +162,7 @@ def _eval_line(view: RunView) -> str:
     if run["best_version"] is not None:
         parts.append(f"best {format_decimals(run['best_reward'])} @{run['best_version']}")
     waiting = sum(row["status"] in OPEN_STATUSES for row in view.evals)
-    return ", ".join([*parts, *([f"{format_count(waiting, 'evaluation')} not done"] if waiting else [])])
+    return ", ".join([*parts, *([f"{waiting} open"] if waiting else [])])
 
 
 def _newest_table(view: RunView, room: int) -> list[str]:

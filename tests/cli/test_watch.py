@@ -158,7 +158,7 @@ def test_watch_screen_of_80_by_24_shows_everything(sqlite: Database) -> None:
     assert curves["tokens/episode"] == ["2.000", "->", "2.000"]
     assert curves["tool errors"] == ["0.500", "->", "0.500"]
     assert any(line.startswith("held out") and line.endswith("0.250") for line in lines)
-    assert any("version 0: 95%" in line and "best 0.250 @0, 3 evaluations not done" in line for line in lines)
+    assert any("version 0: 95%" in line and "best 0.250 @0, 3 open" in line for line in lines)
     assert lines[-1].split()[:2] == ["12", "0.5"], "the newest iteration"
 
 

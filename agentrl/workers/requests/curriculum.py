@@ -38,7 +38,7 @@ def choose_by_difficulty(db: Database | None, config: DatasetConfig, tasks: Sequ
     counts = load_solved(db) if db is not None else {}
     shares = {task.content_hash: counts[task.content_hash].share for task in tasks if task.content_hash in counts}
     if not shares:
-        some = f"None of {format_count(len(tasks), 'task')} of {config.name!r}"
+        some = f"None of the {format_count(len(tasks), 'task')} of {config.name!r}"
         message = f"{some} has a stored episode, which is needed to know how hard it is."
         raise DatasetError(message, f"Sample them: agentrl data check {config.name} --model MODEL --samples 8")
     difficulties = {key: 1 - share for key, share in shares.items()} if config.order == "easy_first" else {}
