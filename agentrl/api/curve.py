@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agentrl.api import html
+from agentrl.workflow.runtime.shown_text import format_count
 from agentrl.workflow.tables.views import EvalRow, IterationRow
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Curve:
         points = _thinned(rewards, 40)
         levels = (round((len(BLOCKS) - 1) * (point - low) / (high - low)) if high > low else 0 for point in points)
         line = "".join(BLOCKS[level] for level in levels)
-        return f"<curve of {self.run}: {rewards[0]:.3f} {line} {rewards[-1]:.3f}, {len(self)} iterations>"
+        return f"<curve of {self.run}: {rewards[0]:.3f} {line} {rewards[-1]:.3f}, {format_count(len(self), 'iteration')}>"
 
     def _repr_html_(self) -> str:
         rewards = [(at, reward) for at, reward in zip(self.iterations, self.rewards, strict=True) if reward is not None]

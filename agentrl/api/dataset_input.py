@@ -13,6 +13,7 @@ from typing import Any
 from agentrl.api.store import write_once
 from agentrl.workflow.datasets import Dataset
 from agentrl.workflow.errors import DatasetError
+from agentrl.workflow.runtime.shown_text import format_count
 from agentrl.workflow.settings import Settings
 from agentrl.workflow.trajectory import Task
 
@@ -60,7 +61,7 @@ def _read(dataset: Any, what: str) -> Iterator[Any]:
         except StopIteration:
             return
         except Exception as error:
-            message = f"The {what}_dataset raised after {number} rows: {type(error).__name__}: {error}."
+            message = f"The {what}_dataset raised after {format_count(number, 'row')}: {type(error).__name__}: {error}."
             raise DatasetError(message, "Nothing was submitted. Fix the dataset, and pass it again.") from error
         if number == MAX_ROWS:
             message = f"The {what}_dataset has more than {MAX_ROWS} rows."

@@ -72,7 +72,7 @@ class StoredEpisode:
         return chat_messages(_last_line(self._record.episode))
 
     def __repr__(self) -> str:
-        ended = self.row.stop_reason or self.row.error_class or "not over"
+        ended = self.row.stop_reason or self.row.error_class or "has not ended"
         return f"<episode {self.id} of {self.row.run}: {self.row.status} ({ended}), reward {self.row.reward}>"
 
     def _repr_html_(self) -> str:

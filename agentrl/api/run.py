@@ -11,6 +11,7 @@ from agentrl.api.curve import Curve
 from agentrl.api.episode import Episodes, StoredEpisode
 from agentrl.api.lists import Rows
 from agentrl.workflow.errors import ConfigError, did_you_mean
+from agentrl.workflow.runtime.shown_text import format_count
 from agentrl.workflow.store import run_names
 from agentrl.workflow.store.driver_reader import Reader
 from agentrl.workflow.store.reads import eval_results, event_rows, group_rows, iteration_rows, resource_rows, run_rows
@@ -69,7 +70,7 @@ class Run:
             chosen: fields of `EpisodeFilter`: `status`, `task`, `min_reward` and others.
 
         Raises:
-            ConfigError: the filter has no such field.
+            ConfigError: the filter has no such field or, raised when the list is read, the field has no such value.
         """
         return Episodes(self._db, filter_of(EpisodeFilter, {"run": self.name, **chosen}))
 
@@ -150,7 +151,8 @@ class Run:
 
     def __repr__(self) -> str:
         row = self.row
-        return f"<run {row.run}: {row.status}, {row.iterations_done} of {row.iterations} iterations, reward {row.last_reward}>"
+        done = f"{row.iterations_done} of {format_count(row.iterations, 'iteration')}"
+        return f"<run {row.run}: {row.status}, {done}, reward {row.last_reward}>"
 
     def _repr_html_(self) -> str:
         return f"<p><b>{html.text(repr(self))}</b></p>{self.curve()._repr_html_()}"

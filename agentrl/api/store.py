@@ -57,7 +57,7 @@ class Store:
             chosen: fields of the filter: `status`, `kind`, `dataset`, `model`, and `text`, which matches a part of the name.
 
         Raises:
-            ConfigError: the filter has no such field.
+            ConfigError: the filter has no such field or, raised when the list is read, the field has no such value.
         """
         run_filter = filter_of(RunFilter, chosen)
         return Rows(RunRow, lambda paging: run_rows.list_runs(self._db, run_filter, paging), lambda row: Run(self._db, row))

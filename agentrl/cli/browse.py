@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from shutil import get_terminal_size
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 
@@ -21,7 +21,7 @@ from agentrl.cli.console import (
 from agentrl.cli.follow import trained_on_query
 from agentrl.cli.options import MAX_INTEGER
 from agentrl.cli.replay_diff import diff as compared
-from agentrl.cli.replay_tokens import show_tokens
+from agentrl.cli.replay_tokens import find_decoder, show_tokens
 from agentrl.cli.resolve_targets import (
     LastEpisode,
     NewestRun,
@@ -36,6 +36,7 @@ from agentrl.cli.verify import verify as verified
 from agentrl.workflow.analysis.transcript import as_document, transcript_lines
 from agentrl.workflow.errors import ConfigError
 from agentrl.workflow.runtime.shown_text import cell, format_count, one_line
+from agentrl.workflow.tables.column_values import EPISODE_STATUS, RUN_KINDS, STOP_REASONS
 
 RUN_COLUMNS = (
     "id", "run", "kind", "status", "dataset", "model", "done=iterations", "episodes_done=episodes", "last_reward=reward",
@@ -102,7 +103,7 @@ def _find_order(sort: str, orders: Mapping[str, str], titles: Mapping[str, str] 
 def runs(
     limit: Limit = 50,
     sort: Annotated[str, _sort_option("-id")] = "-id",
-    kind: Annotated[str | None, _filter_option("Only this kind: train, eval, search, fork, serve, import.")] = None,
+    kind: Annotated[str | None, _filter_option(f"Only this kind: {', '.join(RUN_KINDS)}.")] = None,
     tree: Annotated[bool, typer.Option("--tree", help="Indent each run under its parent run.")] = False,
     as_csv: Csv = False,
     as_json: Json = False,
@@ -113,6 +114,7 @@ def runs(
     """
     from agentrl.workflow.store.reads import label_rows, run_rows
     from agentrl.workflow.store.reads.paging import Paging
+    from agentrl.workflow.tables.views import RunRow
 
     sort = _find_order(sort, run_rows.RUN_ORDERS)
     check_formats(as_csv, as_json)
@@ -124,7 +126,7 @@ def runs(
     db = existing_reader()
     rows = run_rows.list_runs(db, run_rows.RunFilter(kind=kind), Paging(limit, sort=sort)).rows if db else ()
     if as_json or as_csv:
-        show_list(rows, as_csv)
+        show_list(RunRow.COLUMNS, rows, as_csv)
     elif db and rows:
         tags = label_rows.load_tags(db, [row.id for row in rows])
         show_rows([_run_row(row, tags.get(row.id, ())) for row in rows], RUN_COLUMNS, RUN_MINOR_COLUMNS, below=("reason",))
@@ -146,13 +148,8 @@ def _run_row(run: Any, tags: Sequence[str]) -> dict[str, Any]:
 def episodes(
     run: NewestRun = None,
     iteration: Annotated[int | None, _integer_filter("Only this iteration (from 1).", least=1)] = None,
-    status: Annotated[
-        str | None, _filter_option("Only this status: planned, running, done, failed, infra_error, cancelled.")
-    ] = None,
-    stop_reason: Annotated[
-        str | None,
-        _filter_option("Only this reason: answered, max_steps, max_tokens, parse_error, tool_error, timeout, agent_error."),
-    ] = None,
+    status: Annotated[str | None, _filter_option(f"Only this status: {', '.join(EPISODE_STATUS)}.")] = None,
+    stop_reason: Annotated[str | None, _filter_option(f"Only this reason: {', '.join(STOP_REASONS)}.")] = None,
     task: Annotated[str | None, _filter_option("Only the task with this key.")] = None,
     min_reward: Annotated[float | None, _filter_option("Only with at least this reward.")] = None,
     max_reward: Annotated[float | None, _filter_option("Only with at most this reward.")] = None,
@@ -161,7 +158,7 @@ def episodes(
         str | None, _filter_option("Only with an error of this class, of the episode or of a failed call.")
     ] = None,
     outcome: Annotated[
-        str | None, _filter_option("Only solved, unsolved, never_solved (tasks) or newly_lost (groups).")
+        str | None, _filter_option("Only solved, unsolved, never_solved (tasks) or no_longer_solved (groups).")
     ] = None,
     truncated: Annotated[
         bool | None, typer.Option("--truncated/--not-truncated", help="Only those cut off at a limit.", show_default=False)
@@ -181,9 +178,9 @@ def episodes(
 ) -> None:
     """List a run's episodes."""
     from agentrl.workflow.store.reads import episode_rows, run_rows
+    from agentrl.workflow.store.reads.evidence_rows import EVIDENCE_FIELDS
 
     check_formats(as_csv, as_json)
-    _check_words(status, stop_reason)
     sort = _find_order(sort, episode_rows.EPISODE_ORDERS, ORDER_OF_TITLE["episodes"])
     db = stored_reader()
     run = pick_run(db, run)
@@ -193,10 +190,8 @@ def episodes(
         texts_of=texts_of,
     )  # fmt: skip
     rows, more = _find_evidence(db, chosen, sort, limit, offset)
-    if not rows:
-        episode_rows.check_names(db, chosen)
     if as_json or as_csv:
-        show_list(rows, as_csv)
+        show_list(EVIDENCE_FIELDS, rows, as_csv)
     elif rows:
         show_rows([_episode_row(row) for row in rows], EPISODE_COLUMNS, EPISODE_MINOR_COLUMNS, below=("error",))
         say(f"Transcript: agentrl replay {rows[0]['id']}")
@@ -216,17 +211,19 @@ def _find_evidence(db: Any, chosen: Any, sort: str, limit: int, offset: int) -> 
     page = list_evidence(db, chosen, Paging(limit, offset=offset, sort=sort))
     rows, searched = [*page.rows], page.searched or 0
     while page.searched is not None and page.next and len(rows) < limit:
-        say(f"searched {searched:,} of {page.total:,} episodes, going on")
+        say(f"Searched {searched:,} of {page.total:,} episodes so far.")
         page = list_evidence(db, chosen, Paging(limit - len(rows), page.next, sort=sort))
         rows, searched = [*rows, *page.rows], searched + (page.searched or 0)
     return rows, bool(page.next)
 
 
 def _episode_row(row: Any) -> dict[str, Any]:
-    call = row["failed_call"]
-    failure = f"{call['tool'] or 'unreadable call'}: {call['error_class']}: {call['result'] or ''}" if call else ""
+    call, more = row["failed_call"], f" (+{row['more_errors']})" * bool(row["more_errors"])
+    failure = f"{call['tool'] or 'unreadable call'}: {call['error_class']}{more}: {call['result'] or ''}" if call else ""
+    if row["error"]:
+        failure = f"{row['error_class']}{more}: {row['error']}"
     short = {"final_answer": one_line(row["final_answer"], ANSWER_CHARS), "question": one_line(row["question"], QUESTION_CHARS)}
-    return {**row, **short, "reference": one_line(row["reference"], ANSWER_CHARS), "error": row["error"] or failure}
+    return {**row, **short, "reference": one_line(row["reference"], ANSWER_CHARS), "error": failure}
 
 
 def tasks(
@@ -261,7 +258,7 @@ def tasks(
     counts = task_rows.count_right_episodes(db, run, [row["task_id"] for row in rows[:limit]])
     listed = [_add_counts(row, counts.get(row["task_id"], task_rows.SolvedCount())) for row in rows[:limit]]
     if as_json or as_csv:
-        show_list(listed, as_csv)
+        show_list((*task_rows.TASK_FIELDS, "right_episodes", "episodes"), listed, as_csv)
     elif listed:
         show_rows([_task_row(row) for row in listed], TASK_COLUMNS, TASK_MINOR_COLUMNS)
         solved, judged = listed[0]["solved_groups"], listed[0]["judged_groups"]
@@ -299,15 +296,6 @@ def _task_row(row: Any) -> dict[str, Any]:
     short = {"question": one_line(row["question"], QUESTION_CHARS), "reference": one_line(row["reference"], ANSWER_CHARS)}
     solved, right = f"{row['solved_groups']} of {row['judged_groups']}", f"{row['right_episodes']} of {row['episodes']}"
     return {**row, **short, "right": right, "solved": solved, "worst": worst, "first_solved": first}
-
-
-def _check_words(status: str | None, stop_reason: str | None) -> None:
-    from agentrl.workflow.errors import did_you_mean
-    from agentrl.workflow.trajectory import TRANSITIONS, StopReason
-
-    for word, choices, option in ((status, TRANSITIONS, "--status"), (stop_reason, get_args(StopReason), "--stop-reason")):
-        if word is not None and word not in choices:
-            raise ConfigError(f"{option} does not know {word!r}.", did_you_mean(word, choices))
 
 
 def replay(
@@ -372,7 +360,7 @@ def replay(
     if as_json:
         show_json(as_document(record, step))
     else:
-        show_lines(transcript_lines(record, step))
+        show_lines(transcript_lines(record, step, None if record.removed else find_decoder(db, episode)))
 
 
 def events(
@@ -384,7 +372,7 @@ def events(
     as_json: Json = False,
 ) -> None:
     """List the events of a run, oldest first."""
-    from agentrl.workflow.store.reads.event_rows import EventFilter, list_events
+    from agentrl.workflow.store.reads.event_rows import EventFilter, EventRow, list_events
     from agentrl.workflow.store.reads.paging import iterate_rows
 
     check_formats(as_csv, as_json)
@@ -392,7 +380,7 @@ def events(
     name = pick_run(db, run)
     rows = [*iterate_rows(list_events, db, EventFilter(name))][-limit if limit else 0 :]
     if as_json or as_csv:
-        show_list(rows, as_csv)
+        show_list(EventRow.COLUMNS, rows, as_csv)
     else:
         if not rows:
             say(f"{name} has no events.")

@@ -61,8 +61,8 @@ class Unmeasured(NotFoundError):
     """A policy that has no finished evaluation."""
 
 
-class NoSharedSplit(ConfigError):
-    """Two policies that have no two evaluations on the same split of a dataset."""
+class NoEvaluationPair(ConfigError):
+    """Two policies without two evaluations to compare: theirs are on different splits, or one evaluation is that of both."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,10 @@ def _policies_hint(first: str, second: str) -> str:
     compare_command = f"agentrl compare {first} {second}"
     try:
         find_pair(first, second, None, None)
-    except (Unmeasured, NoSharedSplit) as error:
+    except Unmeasured as error:
         return f"To compare their policies on the same tasks, first: {error.hint}; then: {compare_command}"
+    except NoEvaluationPair as error:
+        return f"Their policies cannot be compared on the same tasks yet. {error}; then: {compare_command}"
     return f"Compare their policies on the same tasks: {compare_command}"
 
 
@@ -247,8 +249,8 @@ def find_pair(first: str, second: str, dataset: str | None, split: str | None) -
 
     Pairs with equal tasks come first, then pairs with similar rewards, then pairs with equal sampling options. If several pairs
     remain, evaluations of the policies' own runs are preferred, then newer evaluations. Raise Unmeasured if a name has no
-    evaluation. Raise NoSharedSplit if the two names have no evaluation on the same split of the same dataset, or both name the
-    same evaluation.
+    evaluation. Raise NoEvaluationPair if the two names have no evaluations on the same split of the same dataset, or only one
+    evaluation, which is that of both.
 
     Args:
         first, second: an evaluation, or a policy in a form that `find_policy` accepts.
@@ -300,7 +302,7 @@ def _pairs_on_one_split(
     one, other = sides[0][0].row, sides[1][0].row
     if not pairs:
         again = _same_tasks_options(one, len(tasks(one["id"])))
-        raise NoSharedSplit(
+        raise NoEvaluationPair(
             f"Cannot compare: {first!r} was measured on {_split_name(one)}, and {second!r} on {_split_name(other)}.",
             f"Evaluate {second!r} on {_split_name(one)} too: agentrl eval --policy {second}{again}",
         )
@@ -308,9 +310,9 @@ def _pairs_on_one_split(
     if not different:
         row = pairs[0][0].row
         again = _same_tasks_options(row, len(tasks(row["id"])))
-        raise NoSharedSplit(
-            f"{first!r} and {second!r} share their only evaluation, {row['run']}: there is nothing to compare.",
-            f"Both are the same weights. To measure the noise, evaluate them once more: agentrl eval --policy {second}{again}",
+        raise NoEvaluationPair(
+            f"{first!r} and {second!r} have the same weights, and only one evaluation: {row['run']}.",
+            f"To see how much two evaluations of them differ, evaluate them again: agentrl eval --policy {second}{again}",
         )
     return different
 

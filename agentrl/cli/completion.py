@@ -8,9 +8,11 @@ from glob import escape, glob
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 from typer.models import ParameterInfo
+
+from agentrl.workflow.tables.column_values import EPISODE_STATUS, RUN_KINDS, STOP_REASONS
 
 Choice = str | tuple[str, str]
 """A word, or a word with its description."""
@@ -105,18 +107,6 @@ def _fixed_choices(*choices: str) -> Callable[[str], list[Choice]]:
     return lambda incomplete: list(choices)
 
 
-def _status_choices(incomplete: str) -> list[Choice]:
-    from agentrl.workflow.trajectory import TRANSITIONS
-
-    return list(TRANSITIONS)
-
-
-def _stop_reason_choices(incomplete: str) -> list[Choice]:
-    from agentrl.workflow.trajectory import StopReason
-
-    return list(get_args(StopReason))
-
-
 def _view_choices(incomplete: str) -> list[Choice]:
     from agentrl.workflow.tables.views import VIEWS
 
@@ -129,8 +119,9 @@ CHOICES: Mapping[str, Callable[[str], list[Choice]]] = {
     "model": _model_choices, "episode": _episode_choices, "diff": _episode_choices, "dataset": _dataset_choices,
     "split": _fixed_choices("train", "test"), "env": _plugin_choices("envs"), "tools": _plugin_choices("tools"),
     "reward": _plugin_choices("rewards"), "algorithm": _plugin_choices("algorithms"), "engine": _plugin_choices("engines"),
-    "trainer": _plugin_choices("trainers"), "assignments": _assignment_choices, "status": _status_choices,
-    "stop_reason": _stop_reason_choices,
+    "trainer": _plugin_choices("trainers"), "assignments": _assignment_choices,
+    "status": _fixed_choices(*EPISODE_STATUS), "stop_reason": _fixed_choices(*STOP_REASONS),
+    "kind": _fixed_choices(*RUN_KINDS),
     "verify": _fixed_choices("tools", "tokens", "rewards", "all"), "query": _view_choices,
     "role": _fixed_choices("rollout", "tools", "train", "control", "rollout,train", "supervisor", "redis"),
 }  # fmt: skip

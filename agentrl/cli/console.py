@@ -69,10 +69,11 @@ def check_formats(as_csv: bool, as_json: bool) -> None:
         raise ConfigError("--csv and --json exclude each other.", "Choose one.")
 
 
-def show_list(rows: Sequence[Mapping[str, Any]], as_csv: bool) -> None:
-    """Print all columns of a list on stdout: as comma-separated values, or as one JSON document. Rows have the same columns."""
+def show_list(columns: Iterable[str], rows: Sequence[Mapping[str, Any]], as_csv: bool) -> None:
+    """Print all columns of a list on stdout: as comma-separated values, or as one JSON document. A row has all `columns`."""
     if as_csv:
-        show_csv(list(rows[0]) if rows else (), [list(row.values()) for row in rows])
+        names = [*columns]
+        show_csv(names, [[row[name] for name in names] for row in rows])
     else:
         show_json(rows)
 

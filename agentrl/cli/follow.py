@@ -285,6 +285,8 @@ LEAST_SECONDS = 0.1
 
 def _seconds_lines(view: RunView) -> list[str]:
     """Return lines that say where the run's seconds went. The parts add up to the total."""
+    from agentrl.workflow.store.reads.run_seconds import REST, REST_MEANS
+
     lines = []
     for of, title in (
         ("run", "seconds of the run"),
@@ -296,6 +298,10 @@ def _seconds_lines(view: RunView) -> list[str]:
             continue
         lines.append(f"{title}: {total:.1f}")
         lines += [f"  {row['part']:<26} {row['seconds']:>9.1f} {row['share']:>6.1%}" for row in rows]
+        if any(row["part"] == REST for row in rows):
+            lines.append(f"  ({REST}, for example: {REST_MEANS[of]})")
+        if of == "run" and view.evals:
+            lines.append(f"  (not included: the seconds of {format_count(len(view.evals), 'evaluation')})")
     return lines
 
 
@@ -305,9 +311,9 @@ def trained_on_query(run: str) -> str:
 
 
 def _failure_lines(view: RunView) -> list[Line]:
-    from agentrl.workflow.analysis.run_health import list_failures
+    from agentrl.workflow.analysis.run_health import find_failures
 
-    troubles = list_failures(view.failure, view.agent_error, view.run["episodes_done"], view.run["run"])
+    troubles = find_failures(view.failure, view.agent_error, view.run["episodes_done"], view.run["run"]).values()
     return [
         line for one in troubles for line in ((f"  {one.text}", "yellow" if one.is_note else "red"), (f"    {one.command}", ""))
     ]

@@ -8,7 +8,7 @@ import typer
 from agentrl.cli.console import Json, show, show_json
 from agentrl.cli.options import PolicyName, TemplateFile, ToolFormatName, chat_values
 from agentrl.cli.resolve_targets import Trust, check_model_is_there, existing_database, find_trusted_policy
-from agentrl.workflow.runtime.shown_text import cell
+from agentrl.workflow.runtime.shown_text import cell, format_count
 
 if TYPE_CHECKING:
     from agentrl.workers.requests.import_request import PreparedImport
@@ -77,7 +77,8 @@ def _lines(run: str, prepared: "PreparedImport") -> list[str]:
     tasks, turns = len({episode.task.content_hash for episode in episodes}), sum(len(episode.steps) for episode in episodes)
     mean = sum(episode.reward for episode in episodes) / len(episodes)
     rewards = f"mean reward {cell(mean)}" if prepared.submission.weights else "no rewards"
-    lines = [f"{run}: {_count(len(episodes), 'episode')} of {_count(tasks, 'task')}, {_count(turns, 'turn')}, {rewards}"]
+    counts = f"{format_count(len(episodes), 'episode')} of {format_count(tasks, 'task')}, {format_count(turns, 'turn')}"
+    lines = [f"{run}: {counts}, {rewards}"]
     lines += [f"  left out, {count}: {reason}" for reason, count in prepared.left_out.items()]
     if prepared.exact:
         lines.append("  Tokens and logprobs are those of the sampler. Train on them:")
@@ -91,11 +92,7 @@ def _lines(run: str, prepared: "PreparedImport") -> list[str]:
         lines.append(f"    agentrl sft --from-episodes {run}")
     unscored = sum(not episode.rewards for episode in episodes)
     if prepared.submission.weights and unscored:
-        lines.append(f"  {_count(unscored, 'episode')} without a reward count as 0.")
+        lines.append(f"  {format_count(unscored, 'episode')} without a reward count as 0.")
     if not prepared.submission.weights:
         lines.append(f"  Score them: agentrl rescore {run} --reward my_rewards:right")
     return [*lines, f"  Look at them: agentrl episodes {run}"]
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

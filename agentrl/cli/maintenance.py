@@ -141,4 +141,4 @@ def _format_bytes(count: int) -> str:
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if count >= 1 << power:
             return f"{count / (1 << power):.1f} {unit}"
-    return f"{count} bytes"
+    return format_count(count, "byte")

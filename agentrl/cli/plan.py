@@ -56,7 +56,8 @@ def _describe_update(prepared: Any) -> dict[str, Any]:
     config = prepared.config
     if searches(find("algorithms", config.algorithm.name)):
         return {"texts": ", ".join(config.resources), "critic": config.search.critic or "none"}
-    warmup = f"; only the critic trains in the first {config.critic.warmup} iterations" if config.critic.warmup else ""
+    first = format_count(config.critic.warmup, "iteration")
+    warmup = f"; only the critic trains in the first {first}" if config.critic.warmup else ""
     parts: dict[str, Any] = {"convention": config.algorithm.convention}
     parts |= {"trainer": config.update.trainer} if config.update.trainer != "agentrl" else {}
     parts |= {"critic": f"learning rate {cell(config.critic.learning_rate)}{warmup}"} if prepared.algorithm.critic else {}

@@ -10,8 +10,8 @@ import typer
 from agentrl.cli.console import Json, say, show, show_cells, show_json, show_table, walk_tree
 from agentrl.cli.follow import gain_lines
 from agentrl.cli.resolve_targets import NewestRun, pick_run, stored_reader
-from agentrl.workflow.errors import ConfigError, NotFoundError
-from agentrl.workflow.runtime.shown_text import cell, clean, one_line
+from agentrl.workflow.errors import ConfigError, NotFoundError, did_you_mean
+from agentrl.workflow.runtime.shown_text import cell, clean, format_count, one_line
 
 if TYPE_CHECKING:
     from agentrl.workflow.store.reads.search_tree import SearchCandidate, SearchTree
@@ -43,10 +43,12 @@ def prompts(
 
     db = stored_reader()
     picked = pick_run(db, run)
-    rows = sorted(iterate_rows(list_resources, db, ResourceFilter(picked, name)), key=lambda row: (row.name, row.version))
+    stored = sorted(iterate_rows(list_resources, db, ResourceFilter(picked)), key=lambda row: (row.name, row.version))
+    if not stored:
+        raise NotFoundError(f"{picked} has no prompt.", "Add one to its config: resources: {prompt: ...}")
+    rows = [row for row in stored if name in (None, row.name)]
     if not rows:
-        suffix = f" called {name!r}" if name else ""
-        raise NotFoundError(f"{picked} has no prompt{suffix}.", "Add one to its config: resources: {prompt: ...}")
+        raise NotFoundError(f"{picked} has no prompt {name!r:.60}.", did_you_mean(name or "", {row.name for row in stored}))
     match question or []:
         case []:
             _list(db, picked, rows, as_json)
@@ -114,7 +116,7 @@ def _show_tree(tree: "SearchTree") -> None:
         cells.append([label, *map(cell, numbers), one_line(one.difference, SHOWN)])
     show_cells(("version", "score", "tasks", "held out", "episodes", "status", "how", "new text"), cells)
     if tree.left_out:
-        say(f"Not shown: {tree.left_out} that were tried later.")
+        say(f"Left out: {format_count(tree.left_out, 'version')} tried later.")
 
 
 def _diff_lines(one: "ResourceRow", other: "ResourceRow") -> Iterator[str]:

@@ -41,8 +41,25 @@ def show_tokens(db: Any, episode: int, step: int | None, limit: int | None, as_j
     if rows:
         show_cells(*_table(rows))
     if len(rows) < sampled["total"]:
-        say(f"The first {len(rows)} of {sampled['total']} sampled tokens. All: --limit {sampled['total']}; one step: --step N")
+        shown = f"Only the first {len(rows)} of {sampled['total']} sampled tokens are shown."
+        say(f"{shown} All: --limit {sampled['total']}; one step: --step N")
     say(f"Why it has this advantage, or none: agentrl why {episode}")
+
+
+def find_decoder(db: Any, episode: int) -> Any:
+    """Return a function that returns the texts of tokens of the episode; None if their tokenizer is not on this machine."""
+    from agentrl.workers.page.shown.episode_tokens import find_checked_texts
+    from agentrl.workflow.settings import settings
+    from agentrl.workflow.store.reads.episode_relations import load_run_of
+    from agentrl.workflow.store.reads.episode_shape import EpisodeShape, load_shape
+
+    def read(tx: Any) -> tuple[EpisodeShape, str]:
+        shape = load_shape(tx, episode)
+        return shape, load_run_of(tx, shape.run_id)["base"]
+
+    shape, base = db.ask(read)
+    texts = find_checked_texts(db, settings(), base, shape).texts
+    return texts and texts.of
 
 
 def _token_rows(sampled: Mapping[str, Any], texts: Sequence[str] | None) -> Iterator[dict[str, Any]]:

@@ -144,9 +144,8 @@ def _describe_redone(status: str, now: Any) -> str:
         return (
             f"no episode; {iteration_numbers(now)} train{'s' * (now['iteration'] == now['through'])} with those that are done"
         )
+    open_episodes = f"{format_count(left, 'episode')} of {iteration_numbers(now)} {'has' if left == 1 else 'have'} not"
     if not now["running"]:
-        return f"nothing; {format_count(left, 'episode')} of {iteration_numbers(now)} still to be sampled"
-    return (
-        f"{format_count(left, 'episode')} of {iteration_numbers(now)} not over; {now['running']} of them "
-        "continue from their last committed step. Only unfinished turns and uncommitted updates are repeated."
-    )
+        return f"nothing; {open_episodes} begun"
+    begun = "1 of them continues from its" if now["running"] == 1 else f"{now['running']} of them continue from their"
+    return f"{open_episodes} ended; {begun} last committed step. Only unfinished turns and uncommitted updates are repeated."

@@ -92,13 +92,13 @@ def _head_lines(view: RunView) -> Iterator[str]:
     epoch = f"  epoch {view.iterations[-1]['epoch']} of {run['epochs']}" if view.iterations else ""
     yield f"{run['run']}  {run['status']}{epoch}"
     filled = BAR * done // max(total, 1)
-    bar = f"[{'#' * filled}{'.' * (BAR - filled)}] {done}/{total} {'iteration' if total == 1 else 'iterations'}"
+    bar = f"[{'#' * filled}{'.' * (BAR - filled)}] {done}/{format_count(total, 'iteration')}"
     left = view.seconds_left
     yield bar + (f", about {format_duration(left)} left" if left else "")
     if now:
         yield (
-            f"{iteration_numbers(now)}: {now['finished']}/{now['episodes']} episodes, "
-            f"{now['sampled_tokens']} tokens sampled, {format_count(now['tool_calls'], 'tool call')}"
+            f"{iteration_numbers(now)}: {now['finished']}/{format_count(now['episodes'], 'episode')}, "
+            f"{format_count(now['sampled_tokens'], 'token')} sampled, {format_count(now['tool_calls'], 'tool call')}"
         )
     if view.tokens_per_second is not None:
         yield f"{view.tokens_per_second:.0f} tokens/s"
@@ -162,7 +162,7 @@ def _eval_line(view: RunView) -> str:
     if run["best_version"] is not None:
         parts.append(f"best {format_decimals(run['best_reward'])} @{run['best_version']}")
     waiting = sum(row["status"] in OPEN_STATUSES for row in view.evals)
-    return ", ".join([*parts, *([f"{waiting} to come"] if waiting else [])])
+    return ", ".join([*parts, *([f"{waiting} open"] if waiting else [])])
 
 
 def _newest_table(view: RunView, room: int) -> list[str]:

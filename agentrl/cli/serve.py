@@ -12,6 +12,7 @@ from agentrl.cli.console import say, show
 from agentrl.cli.options import MinP, PolicyName, Stop, TemplateFile, ToolFormatName, TopK, TopP, chat_values
 from agentrl.cli.resolve_targets import Trust, check_model_is_there, find_trusted_policy
 from agentrl.workflow.errors import ConfigError
+from agentrl.workflow.runtime.shown_text import format_count
 
 if TYPE_CHECKING:
     import socket
@@ -177,11 +178,7 @@ def _serve(db: "Database", config: "RunConfig", ref: Any, of: str, listening: "s
         served = serve_policy(db, run, Experiment(settled), opened, listening, how)
     if served.was_ended:
         say(f"{run.name} was ended by another command.")
-    show(f"{run.name}: {_count(served.episodes, 'episode')}, {_count(served.calls, 'request')}")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    show(f"{run.name}: {format_count(served.episodes, 'episode')}, {format_count(served.calls, 'request')}")
 
 
 def _greeting(run: str, what: str, url: str, how: "Serving") -> "Iterator[str]":

@@ -22,6 +22,7 @@ from agentrl.cli.resolve_targets import existing_database, find_stored_start
 from agentrl.workflow.config import FLAGS, RunConfig
 from agentrl.workflow.errors import AgentRLError, ConfigError
 from agentrl.workflow.resolve import parse_weights
+from agentrl.workflow.runtime.shown_text import format_count
 
 STORED = "Stored episodes"
 EXAMPLES = """Pass a dataset, a config file or stored episodes:
@@ -195,6 +196,6 @@ def _prepare_from_model(run_config: RunConfig, origins: dict[str, str], dry_run:
 
 def _say_skipped(rows: tuple[str, ...]) -> None:
     if rows:
-        say(f"Left out {len(rows)} malformed rows:")
+        say(f"Left out {format_count(len(rows), 'malformed row')}:")
         for row in rows[:20]:
             say(f"  {row}")

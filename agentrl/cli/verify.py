@@ -192,7 +192,7 @@ def _report_lines(origin: "Origin", what: str, reports: Mapping[str, Any], verdi
     )
     if episode.inherited:
         parent = f"the parent {episode.parent_id}: agentrl replay {episode.parent_id} --verify {what}"
-        yield f"{format_count(episode.inherited, 'step')} taken from {parent}", ""
+        yield f"{format_count(episode.inherited, 'step')} not verified: inherited from {parent}", ""
     if TOOLS in reports:
         yield from _tool_lines(reports[TOOLS])
     if TOKENS in reports:

@@ -17,7 +17,7 @@ from agentrl.workflow.settings import Settings
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads import task_rows
 from agentrl.workflow.store.reads.episode_rows import EPISODE_ORDERS, OUTCOMES
-from agentrl.workflow.tables.schema import EPISODE_STATUS
+from agentrl.workflow.tables.column_values import EPISODE_STATUS
 from agentrl.workflow.tables.views import FATES
 from bench.performance import page_in_browser, synthetic
 from bench.performance.cases import Cases

@@ -172,7 +172,7 @@ def test_verify_copied_parent_checks_only_reward(stack: Stack, capsys: pytest.Ca
     *_, stand_in = values(stack.database, "SELECT id FROM v_episodes WHERE run = 'beside' ORDER BY sample")
     for what in ("tools", "tokens"):
         said = Asked(capsys, [stand_in, "--verify", what], 0).out
-        assert f"2 steps taken from the parent {parent}: agentrl replay {parent} --verify {what}" in said
+        assert f"2 steps not verified: inherited from the parent {parent}: agentrl replay {parent} --verify {what}" in said
         assert said.splitlines()[-1] == "nothing of its own to verify"
         assert Asked(capsys, [stand_in, "--verify", what, "--json"], 0).json["same"] is None
     assert Asked(capsys, [stand_in, "--verify", "all"], 0).out.splitlines()[-1] == "the same, in what is its own"

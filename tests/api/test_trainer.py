@@ -220,7 +220,7 @@ def test_trainer_rows_that_raise_write_nothing() -> None:
         yield ROWS[0]
         raise OSError("the disk is gone")
 
-    with pytest.raises(DatasetError, match=r"raised after 1 rows: OSError: the disk is gone\. Nothing was submitted"):
+    with pytest.raises(DatasetError, match=r"raised after 1 row: OSError: the disk is gone\. Nothing was submitted"):
         agentrl.Trainer().config(train_dataset=rows())
     assert not (settings().root / "datasets").exists()
 

@@ -307,6 +307,7 @@ BAD = [
     (["chat", "--policy", "nobody@x"], 2, "RUN@3"),
     (["config", "show", "-s", "epoch=3"], 2, "epochs"),
     (["config", "demo"], 2, "agentrl config show demo"),
+    (["config", "shwo"], 2, "Did you mean 'show'?"),
     (["config", "show", "-s", "algorithm.name=nothing"], 2, "algorithm"),
     (["config", "show", "-s", "critic.clip=0.5"], 2, "it has no critic"),
     (["config", "show", "-s", "algorithm.dual_clip=1"], 2, "algorithm.dual_clip"),
@@ -588,7 +589,7 @@ def test_pause_and_cancel_are_repeatable_and_say_what_is_kept(run: str, capsys: 
     first = agentrl(capsys, "pause", run)
     assert "was running" in first
     assert "1 of 2 iterations, policy version 1, 4 episodes done; 0 of 4 episodes of the open iteration ended" in first
-    assert "redone: nothing; 4 episodes of iteration 2 still to be sampled" in first
+    assert "redone: nothing; 4 episodes of iteration 2 have not begun" in first
     assert "already" in agentrl(capsys, "pause", run)
     assert "was paused" in agentrl(capsys, "cancel", run)
     assert "redone: nothing" in agentrl(capsys, "cancel", run)

@@ -1,6 +1,7 @@
 """One episode in the terminal: its tokens, its differences from another one, and its advantage, as the page shows them."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -106,7 +107,7 @@ def test_replay_tokens_equal_those_of_the_page(
     lines = out.splitlines()
     assert lines[-2].endswith(r"'\n'")
     assert lines[-1].split() == ["1", "0", str(expected[of_steps.index(1)]["id"]), "-0.500", "0.607", "no", "'4'"]
-    assert f"The first {of_steps.index(1) + 1} of {len(of_steps)} sampled tokens." in told
+    assert f"Only the first {of_steps.index(1) + 1} of {len(of_steps)} sampled tokens are shown." in told
 
 
 def test_replay_tokens_says_what_is_missing(here: Database, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,10 +115,12 @@ def test_replay_tokens_says_what_is_missing(here: Database, model: Path, capsys:
     out, _ = agentrl(capsys, "replay", "2", "--tokens")
     assert "  advantage: No update has used this episode.\n" in out
     assert "  lowest logprob: -0.500 at step 0, token 0" in out
+    assert re.search(r"lowest -0\.500 at token 0 \(id \d+, '.+'\)\n", agentrl(capsys, "replay", "2")[0])
     assert out.splitlines()[6].split() == ["step", "token", "id", "logprob", "prob", "text"]
     with altered(here, "runs", "base", "id = 1", "/gone/other"):
         out, _ = agentrl(capsys, "replay", "2", "--tokens")
         assert "  The tokenizer of '/gone/other' is not on this machine. Tokens are shown by their ids.\n" in out
+        assert re.search(r"lowest -0\.500 at token 0 \(id \d+\)\n", agentrl(capsys, "replay", "2")[0])
         assert out.splitlines()[7].split() == ["step", "token", "id", "logprob", "prob"]
     for words, code in ((("--step", "1"), 5), (("--diff", "1"), 2), (("--verify", "all"), 2)):
         agentrl(capsys, "replay", "2", "--tokens", *words, code=code)

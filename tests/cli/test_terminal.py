@@ -170,6 +170,7 @@ def test_schema_suggests_nearest_view_or_column(run: str, capsys: pytest.Capture
     assert "mean_reward" in agentrl(capsys, "sql", "SELECT mean_rewrd FROM v_iterations", code=2)
     assert "v_iterations" in agentrl(capsys, "sql", "SELECT mean_reward FROM v_iteration", code=2)
     assert "--schema" in agentrl(capsys, "sql", code=2)
+    assert agentrl(capsys, "sql", "SELECT run, status FROM v_runs WHERE 1 = 0", "--csv") == "run,status\n"
 
 
 @pytest.fixture
@@ -291,7 +292,7 @@ def test_json_list_has_columns_of_view(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     asked = json.loads(agentrl(capsys, "sql", f"SELECT * FROM {view} LIMIT 1", "--json"))
-    more = {"task_id", "question", "parts", "failed_call", "fate"} if words == "episodes" else set()
+    more = {"task_id", "question", "parts", "failed_call", "more_errors", "fate"} if words == "episodes" else set()
     assert json.loads(agentrl(capsys, words, "--limit", "1", "--json"))[0].keys() == asked[0].keys() | more
 
 
@@ -315,10 +316,17 @@ def test_runs_command_says_how_many_it_leaves_out(
     assert [row["run"] for row in json.loads(agentrl(capsys, "runs", "--kind", "eval", "--json"))] == ["measured"]
     assert main(["runs", "--kind", "serve"]) == 0
     assert capsys.readouterr().err == "No run is of the kind 'serve'.\n"
+    refusal = agentrl(capsys, "runs", "--kind", "evl", "--csv", code=2)
+    assert "There is no kind 'evl'.\n  Did you mean 'eval'? The kind is one of train, eval, fork, serve," in refusal
 
 
 @pytest.mark.parametrize("words", ["runs", "episodes", "tasks", "events"])
-def test_list_prints_csv_of_all_columns(run: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_list_prints_csv_of_all_columns(
+    run: str,  # noqa: F811
+    words: str,
+    data: Database,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     documents = json.loads(agentrl(capsys, words, "--json"))
     listed = [*csv.DictReader(io.StringIO(agentrl(capsys, words, "--csv")))]
     assert [[*row] for row in listed] == [[*row] for row in documents]
@@ -326,6 +334,12 @@ def test_list_prints_csv_of_all_columns(run: str, words: str, capsys: pytest.Cap
     if words == "episodes":
         assert [json.loads(row["parts"]) for row in listed] == [row["parts"] for row in documents]
     assert "exclude each other" in agentrl(capsys, words, "--csv", "--json", code=2)
+    if words == "events":
+        with data.engine.begin() as tx:
+            tx.execute(text("DELETE FROM events"))
+    nothing = {"runs": ("--kind", "serve"), "episodes": ("--search", "none"), "tasks": ("--search", "none"), "events": ()}
+    empty = csv.DictReader(io.StringIO(agentrl(capsys, words, *nothing[words], "--csv")))
+    assert ([*empty], [*(empty.fieldnames or ())]) == ([], [*documents[0]])
 
 
 def test_tasks_command_lists_outcomes(run: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
@@ -387,7 +401,9 @@ def test_episodes_command_searches_and_filters(run: str, capsys: pytest.CaptureF
     assert ids("--outcome", "solved") == first + rest == right
     assert ids("--search", "what is IT?") == ids("--status", "done")
     assert ids("--search", "nothing has this") == ids("--error", "code_error") == ids("--truncated") == []
-    assert "newly_lost" in agentrl(capsys, "episodes", run, "--outcome", "new_lost", code=2)
+    assert "no_longer_solved" in agentrl(capsys, "episodes", run, "--outcome", "no_longer", code=2)
+    assert "Did you mean 'done'?" in agentrl(capsys, "episodes", run, "--status", "don", code=2)
+    assert "The stop reason is one of" in agentrl(capsys, "episodes", run, "--stop-reason", "tired", code=2)
     assert "has sampled no task 'train/99'." in agentrl(capsys, "episodes", run, "--task", "train/99", code=5)
     assert agentrl(capsys, "episodes", "--sort", "-task") == agentrl(capsys, "episodes", "--sort", "-question")
     assert "Known: advantage, answer," in agentrl(capsys, "episodes", "--sort", "sample", code=2)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import text
 
-from agentrl.cli.follow import _Lines, load_view, summary
+from agentrl.cli.follow import _Lines, _seconds_lines, load_view, summary
 from agentrl.cli.main import main
 from agentrl.cli.run_view import RunView
 from agentrl.cli.screen import live_lines
@@ -103,6 +103,15 @@ def test_watch_names_the_pages_of_trackers(database: Database) -> None:
     assert [line for line in live_lines(view) if line in expected] == expected
 
 
+def test_watch_says_what_seconds_are_and_leave_out() -> None:
+    parts = [{"of": of, "part": "unexplained", "seconds": 2.0, "share": 1.0} for of in ("run", "episodes")]
+    lines = [line.strip() for line in _seconds_lines(RunView({}, seconds=parts, evals=[{}]))]
+    assert lines[0] == "seconds of the run: 2.0"
+    assert lines[2] == "(unexplained, for example: workers started, checkpoints were written, messages travelled)"
+    assert lines[3] == "(not included: the seconds of 1 evaluation)"
+    assert lines[6:] == ["(unexplained, for example: they waited for others of their batch, or your agent worked)"]
+
+
 def test_watch_shows_present_load_of_hosts(database: Database) -> None:
     start(database, submission("first", tasks=1))
     assert load_view(database, "first").machines == []
@@ -149,7 +158,7 @@ def test_watch_screen_of_80_by_24_shows_everything(sqlite: Database) -> None:
     assert curves["tokens/episode"] == ["2.000", "->", "2.000"]
     assert curves["tool errors"] == ["0.500", "->", "0.500"]
     assert any(line.startswith("held out") and line.endswith("0.250") for line in lines)
-    assert any("version 0: 95%" in line and "best 0.250 @0, 3 to come" in line for line in lines)
+    assert any("version 0: 95%" in line and "best 0.250 @0, 3 open" in line for line in lines)
     assert lines[-1].split()[:2] == ["12", "0.5"], "the newest iteration"
 
 

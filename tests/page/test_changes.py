@@ -15,10 +15,11 @@ from agentrl.workflow.analysis.run_health import (
     describe_groups,
     describe_health,
     describe_reward_change,
+    find_failures,
+    find_iteration_troubles,
+    join_troubles,
     list_checked,
-    list_failures,
     list_health_facts,
-    list_iteration_troubles,
     list_update_troubles,
 )
 from agentrl.workflow.runtime.shown_text import plain
@@ -144,8 +145,8 @@ def test_iteration_health_of_episodes(values: dict[str, object], text: str) -> N
 def test_failures_are_notes_if_few_episodes_failed(done: int, is_note: bool) -> None:
     failure = {"failed": 1, "episodes": 1, "error": "no such key", "status": "failed"}
     agents = {"ended": 1, "episodes": 1, "error": "no such key"}
-    assert [trouble.is_note for trouble in list_failures(failure, {}, done, "first")] == [is_note]
-    assert [trouble.is_note for trouble in list_failures({}, agents, done + 1, "first")] == [is_note]
+    assert [trouble.is_note for trouble in find_failures(failure, {}, done, "first").values()] == [is_note]
+    assert [trouble.is_note for trouble in find_failures({}, agents, done + 1, "first").values()] == [is_note]
 
 
 WELL = {
@@ -169,7 +170,15 @@ def test_iteration_troubles_count_each_kind_once() -> None:
         for number in (1, 2, 3, 4)
     ]
     records = [IterationRecord(row, [HEALTHY], GroupCounts(8, 5, 5)) for row in rows]
-    solved, calls, usable = list_iteration_troubles("first", records, GRPO)
+    by_subject = find_iteration_troubles("first", records, GRPO)
+    solved, calls, usable = by_subject.values()
+    few = Trouble("1 episode failed, all with: no such key.", "agentrl episodes first --status failed", is_note=True)
+    joined = join_troubles({"episodes": few, "solved": Trouble("Every episode is right.", is_note=True)}, by_subject)
+    assert [(trouble.text, trouble.is_note) for trouble in joined] == [
+        (f"1 episode failed, all with: no such key. {usable.text}", False),
+        (calls.text, False),
+        ("Every episode is right.", True),
+    ]
     assert calls == Trouble(
         "In 2 of 4 iterations, most recently in iteration 2: 4 of 4 tool calls failed.", "agentrl changes first --iteration 2"
     )
@@ -265,13 +274,12 @@ def test_run_that_learned_everything_gets_note(database: Database) -> None:
             "rewards SET value = 1.0",
             "episodes SET reward = 1.0",
             "groups SET mean_reward = 1.0, std_reward = 0.0",
+            "iterations SET skipped = 'no advantage differs from 0'",
         ):
             tx.execute(text(f"UPDATE {change}"))
-    newest, each = PageOver(database).read("/api/runs/1/verdict")["troubles"]
-    assert newest["text"].endswith("every episode is right. Harder tasks would teach more.")
-    assert each["text"].startswith("In 3 of 3 iterations")
-    assert newest["is_note"]
-    assert each["is_note"]
+    (note,) = PageOver(database).read("/api/runs/1/verdict")["troubles"]
+    assert note["text"].endswith("every episode is right. Harder tasks would teach more.")
+    assert note["is_note"]
 
 
 def test_run_route_says_why_run_stopped(sqlite: Database) -> None:

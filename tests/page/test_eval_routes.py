@@ -87,7 +87,7 @@ def test_compare_route_names_other_explanations(database: Database) -> None:
     measured(database, "two", 1.0, 0.5, 0.5, config=config, code_hash="changed")
     remarks = PageOver(database).read("/api/compare", a=1, b=2)["remarks"]
     assert remarks == [
-        "A has 2 tasks and B 3, of which 2 are in both: only those are compared.",
+        "A has 2 tasks, B has 3. Only the tasks in both are compared: 2.",
         "They were sampled differently (rollout.temperature 1 and 0.5), which may explain the difference.",
         "Their rewards were computed by different code, which may explain the difference.",
     ]

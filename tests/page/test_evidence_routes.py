@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import delete, insert, text, update
 
+from agentrl.cli.browse import _episode_row
 from agentrl.workers import page as page_package
 from agentrl.workflow.stats.evaluation import is_right
 from agentrl.workflow.store import steps
@@ -41,12 +42,13 @@ def listed(page: PageOver, **asked: Any) -> list[int]:
             return ids
 
 
-def fail_call(database: Database, work: GroupWork) -> None:
-    """The work's first episode makes a call, which fails."""
-    ((call,),) = steps.commit_sampled(database, work.fence, [sampled(work, calls=(CALL,))])
+def fail_calls(database: Database, work: GroupWork, count: int = 1) -> None:
+    """The work's first episode makes calls in one turn, which fail."""
+    (calls,) = steps.commit_sampled(database, work.fence, [sampled(work, calls=(CALL,) * count)])
     failure = answered("SyntaxError: é", "code_error")
-    assert record_result(database, call, failure, datetime.now(UTC), "tools:1")
-    observed = replace(step(0, (CALL,)), results=(failure,))
+    for call in calls:
+        assert record_result(database, call, failure, datetime.now(UTC), "tools:1")
+    observed = replace(step(0, (CALL,) * count), results=(failure,) * count)
     steps.commit_observed(database, work.fence, [(work.episodes[0].id or 0, observed)])
 
 
@@ -59,18 +61,22 @@ def test_evidence_column_and_page_say_fate() -> None:
 
 def test_evidence_shows_question_parts_and_failed_call(database: Database) -> None:
     work = claim(database, start(database, submission())[0])
-    fail_call(database, work)
+    fail_calls(database, work, 3)
     finish(database, work, 0, 0.5, {"numeric_answer": 0.0, "format": 1.0})
     (row,) = PageOver(database).read(EPISODES, tool_errors=1)["rows"]
     assert row["question"].startswith("What is 6*")
     assert {part["part"]: part["value"] for part in row["parts"]} == {"numeric_answer": 0.0, "format": 1.0}
     failed = row["failed_call"]
     assert (failed["tool"], failed["error_class"], failed["result"]) == ("calculator", "code_error", "SyntaxError: é")
+    assert row["more_errors"] == 2
+    assert _episode_row(row)["error"] == "calculator: code_error (+2): SyntaxError: é"
+    ended = {**row, "error": "lost", "error_class": "infra", "more_errors": 3}
+    assert _episode_row(ended)["error"] == "infra (+3): lost"
     page = PageOver(database)
     for asked in ({"text": "syntaxerror: é"}, {"text": "6*7"}, {"text": "turn 0"}, {"error_class": "code_error"}):
         assert listed(page, **asked) == [row["id"]], asked
     assert listed(page, text="TypeError") == listed(page, error_class="parse_error") == []
-    assert page.read("/api/runs/1/errors") == [{"error_class": "code_error", "tool": "calculator", "errors": 1, "episodes": 1}]
+    assert page.read("/api/runs/1/errors") == [{"error_class": "code_error", "tool": "calculator", "errors": 3, "episodes": 1}]
     assert page.ask(EPISODES, outcome="lost")[0] == page.ask(EPISODES, fate="gone")[0] == 422
 
 
@@ -109,14 +115,14 @@ def test_evidence_beside_walks_list_both_ways(grown: Database) -> None:
     assert page.read(f"{EPISODES}/999999/beside") == {"previous": None, "next": None}
 
 
-def test_evidence_newly_lost_follows_solved_group(database: Database) -> None:
+def test_evidence_no_longer_solved_follows_solved_group(database: Database) -> None:
     played(database, (1.0, 0.5), (0.5, 0.5), (0.5, 1.0))
     page = PageOver(database)
-    lost = page.read(EPISODES, outcome="newly_lost")["rows"]
+    lost = page.read(EPISODES, outcome="no_longer_solved")["rows"]
     assert {row["iteration"] for row in lost} == {2}
     assert len({row["task_id"] for row in lost}) == 1
-    assert [row["id"] for row in lost] == listed(page, outcome="newly_lost", iteration=2)
-    assert listed(page, outcome="newly_lost", iteration=3) == []
+    assert [row["id"] for row in lost] == listed(page, outcome="no_longer_solved", iteration=2)
+    assert listed(page, outcome="no_longer_solved", iteration=3) == []
     assert listed(page, outcome="never_solved") == []
     assert len(listed(page, outcome="solved")) == 2
 
@@ -205,7 +211,7 @@ def test_solved_groups_in_sql_agree_with_evaluations(grown: Database, rule: Solv
         episodes = select_rows(tx, "SELECT id, group_id, status, reward FROM episodes ORDER BY id")
         parts = score_at_random(tx, episodes, Random(run))
         judged = select_rows(tx, f"{rule.judged_groups()} ORDER BY iteration, id", **args, **rule.parameters)
-        lost = select_rows(tx, rule.lost_groups(), **args, **rule.parameters)
+        lost = select_rows(tx, rule.groups_no_longer_solved(), **args, **rule.parameters)
         tx.execute(update(schema.groups).values(solved=1))
         stored = select_rows(tx, f"{rule.judged_groups()} ORDER BY iteration, id", **args, **rule.parameters)
         tx.rollback()

@@ -9,11 +9,15 @@ import pytest
 from pydantic import BaseModel
 from sqlalchemy import text
 
+from agentrl.workers.page.read_only import ReadOnlyStore
 from agentrl.workers.page.routes.episode_routes import Tokens, WholeEpisode
 from agentrl.workers.page.routes.group_routes import WholeGroup
+from agentrl.workers.page.shown.whole_group import GroupAnswer, load_group_answer
 from agentrl.workflow.analysis.alignment import Alignment, align
+from agentrl.workflow.settings import Settings
 from agentrl.workflow.store import planning, token_removal, train_commits
 from agentrl.workflow.store.connect import Database
+from agentrl.workflow.store.driver_reader import DriverTransaction
 from agentrl.workflow.store.row_codecs import pack
 from agentrl.workflow.trajectory import CallRecord, Message, Step, ToolCall, ToolResult
 from bench.performance import synthetic
@@ -141,6 +145,23 @@ def test_group_route_with_removed_tokens_has_no_tree(database: Database, tmp_pat
     assert (after["parting"]["tree"], after["parting"]["at"], after["parting"]["common_tokens"]) == ([], [], 0)
     assert after["parting"]["tokens_removed"].startswith("The tokens of run 'first' were removed on ")
     assert {**after, "parting": None} == {**before, "parting": None}
+
+
+def test_group_answer_asks_once_for_removed_tokens(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, _ = group_of(database, 4)
+    work = claim(database, group)
+    for position in range(4):
+        commit(database, work, turn(0, (1, 2), (3, position)), position)
+    queries: list[str] = []
+
+    def read(tx: DriverTransaction) -> GroupAnswer:
+        rows = tx.rows
+        monkeypatch.setattr(tx, "rows", lambda query, values: queries.append(query) or rows(query, values))
+        return load_group_answer(tx, group)
+
+    store = ReadOnlyStore(Settings(database_url=database.url.render_as_string(hide_password=False)))
+    assert len(store.ask(read).lines) == 4
+    assert sum("tokens_removed_at IS NOT NULL" in query for query in queries) == 1
 
 
 def test_group_route_before_start_or_missing(database: Database) -> None:

@@ -111,10 +111,23 @@ def test_run_route_of_missing_run_is_404(database: Database) -> None:
         assert said["hint"], path
 
 
-def test_runs_route_refuses_unknown_order_cursor_and_size(database: Database) -> None:
+def test_lists_refuse_unknown_order_cursor_size_and_choice(database: Database) -> None:
+    planning.submit(database, submission())
     page = PageOver(database)
     for asked in ({"sort": "colour"}, {"cursor": "abc"}, {"cursor": "\U0001f600" * 40}, {"size": 0}, {"size": 1001}):
         assert page.ask("/api/runs", **asked)[0] == 422, asked
+    choices = {
+        "runs": ("status", "kind"), "evals": ("status",), "runs/1/annotations": ("kind", "source"),
+        "runs/1/episodes": ("status", "stop_reason", "outcome", "fate"), "runs/1/tasks": ("outcome",),
+    }  # fmt: skip
+    for path, names in choices.items():
+        for name in names:
+            status, refusal = page.ask(f"/api/{path}", **{name: "colour"})
+            assert (status, refusal["error"]) == (422, f"There is no {name.replace('_', ' ')} 'colour'."), path
+            assert " is one of " in refusal["hint"]
+    for asked in ({"iteration": 9}, {"task": "train/99"}, {"group": 9}, {"texts_of": 9}):
+        assert page.ask("/api/runs/1/episodes", **asked)[0] == 404, asked
+    assert page.ask("/api/runs/1/errors", iteration=9)[0] == 404
 
 
 def test_runs_route_names_what_waiting_run_waits_for(database: Database) -> None:

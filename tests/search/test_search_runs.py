@@ -87,6 +87,7 @@ def test_search_run_resumes_identically_after_kill(stack: Stack, critic: Scripte
     assert text.strip() == best["text"]
     assert f"+{text}" in stack.agentrl("prompts", "killed", "diff", "0", "best")
     assert "there are 0 to" not in stack.agentrl("prompts", "killed", "diff", "0", "99", code=5)
+    assert "Did you mean 'prompt'?" in stack.command("prompts", "killed", "--name", "promt").stderr
     run = agentrl.open(stack.home).run("killed")
     assert run.resources == {"prompt": best["text"]}
     assert len(list(run.prompts().rows())) == len(shown["versions"])

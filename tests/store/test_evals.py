@@ -485,7 +485,9 @@ def test_compare_accepts_two_evals_of_same_weights_but_not_one(here: Database, c
     for run in ("one", "other"):
         planning.submit(here, replace(submission(run), policy=replace(submission(run).policy, base_hash="hash")))
     assert main(["compare", "one", "other"]) == 2
-    assert "share their only evaluation, older" in capsys.readouterr().err
+    assert "have the same weights, and only one evaluation: older." in capsys.readouterr().err
+    assert main(["compare", "one", "other", "--runs"]) == 0
+    assert "cannot be compared on the same tasks yet. 'one' and 'other' have the same weights" in capsys.readouterr().err
     evaluation(here, "newer", 1.0, 1.0)
     assert remarks(capsys, "one", "other") == []
     shown = said(capsys, "one", "other")

@@ -173,7 +173,7 @@ def test_extend_refuses_run_on_stored_episodes(database: Database) -> None:
 
 def test_submit_with_other_length_explains_extend(database: Database) -> None:
     planning.submit(database, submission())
-    with pytest.raises(ConflictError, match="another length: 1 iterations") as raised:
+    with pytest.raises(ConflictError, match="another length: 1 iteration") as raised:
         planning.submit(database, submission(epochs=2))
     assert "agentrl resume first --epochs N" in (raised.value.hint or "")
     extend(database, "first", "a", epochs=1)

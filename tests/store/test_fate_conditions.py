@@ -13,7 +13,7 @@ from agentrl.workflow.store.driver_reader import select_rows
 from agentrl.workflow.store.reads.episode_rows import EpisodeFilter, list_episodes
 from agentrl.workflow.store.reads.paging import iterate_rows
 from agentrl.workflow.tables import schema
-from agentrl.workflow.tables.schema import EPISODE_STATUS, RUN_KINDS, WORK_STATUS
+from agentrl.workflow.tables.column_values import EPISODE_STATUS, RUN_KINDS, WORK_STATUS
 from agentrl.workflow.tables.views import FATE_CONDITIONS, FATES
 from tests.support.played_runs import submission
 

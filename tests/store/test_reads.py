@@ -239,7 +239,9 @@ def test_list_filters_keep_rows_that_meet_all(grown: Database) -> None:
 def test_text_filter_is_literal(database: Database, word: str) -> None:
     start(database, submission("plain"))
     assert list_runs(database, RunFilter(text=word)).rows == ()
-    assert list_episodes(database, EpisodeFilter("plain", text=word, task=word, status=word)).rows == ()
+    assert list_episodes(database, EpisodeFilter("plain", text=word, task=word)).rows == ()
+    with pytest.raises(ConfigError, match="The status is one of planned, running"):
+        list_episodes(database, EpisodeFilter("plain", status=word))
 
 
 @pytest.mark.parametrize("number", [2**63, -(2**63), 10**30])

@@ -97,5 +97,9 @@ def test_verdict_names_what_is_wrong_or_that_nothing_is(database: Database) -> N
     assert agents.sentence.startswith("agents is done. Nothing unusual: in its finished iteration,")
     broken = judge_run(database, "broken")
     assert broken.is_healthy is False
-    assert broken.sentence == f"broken is paused: {REASON}. 2 problems:"
+    assert broken.sentence == f"broken is paused: {REASON}. 1 problem:"
+    assert [(trouble.is_note, trouble.command) for trouble in broken.troubles] == [
+        (False, "agentrl episodes broken --status failed"),
+        (True, "agentrl resume broken"),
+    ]
     assert broken.health is None

@@ -46,7 +46,7 @@ def test_choose_by_difficulty_keeps_sometimes_solved_tasks(database: Database) -
     solved, never = (task(number) for number in task_order(0, 0, [task(number).key for number in range(2)]))
     chosen = choose_by_difficulty(database, asked, tasks)
     assert set(map(repr, chosen.tasks)) == {repr(solved), repr(tasks[2])}, "what was never sampled is kept"
-    assert "2 of 3 tasks are kept, 1 of them without a stored episode; 1 are solved more rarely, 0 more" in chosen.remarks[0]
+    assert "it keeps 2 of 3 tasks, 1 of them without a stored episode; left out: 1 solved more rarely, 0" in chosen.remarks[0]
     with pytest.raises(DatasetError, match="solved in"):
         choose_by_difficulty(database, DatasetConfig(keep_solved="0.8..0.9"), tasks[:2])
     ordered = choose_by_difficulty(database, DatasetConfig(order="easy_first"), tasks)

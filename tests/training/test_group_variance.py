@@ -368,7 +368,7 @@ def test_watch_explains_dynamic_sampling(database: Database) -> None:
     iteration = begin(database, FLAT, VARIED)
     assert load_view(database, "first").sampled_on == ""
     assert asked(database, iteration) is not None
-    assert "1 of 2 groups have variance; 1 more is sampled" in live_lines(load_view(database, "first"))
+    assert "1 of 2 groups has variance; 1 more is sampled" in live_lines(load_view(database, "first"))
     sample_on(database, iteration, VARIED)
     commit(database, claim_training(database, iteration))
     view: RunView = load_view(database, "first")

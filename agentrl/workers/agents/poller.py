@@ -27,6 +27,7 @@ from agentrl.workflow.agents.agent_limits import command_of
 from agentrl.workflow.config import PROGRAM, AgentConfig
 from agentrl.workflow.errors import AgentRLError, ConfigError, ServiceError
 from agentrl.workflow.resources import Prompt
+from agentrl.workflow.runtime.shown_text import format_count
 
 log = getLogger("agentrl.agents")
 
@@ -221,7 +222,7 @@ class Poller:
                 while thread.is_alive():
                     thread.join(0.2)
         except KeyboardInterrupt:
-            self.report(f"Giving back {len(self._at_work)} tasks." if self._at_work else "Stopped.")
+            self.report(f"Giving back {format_count(len(self._at_work), 'task')}." if self._at_work else "Stopped.")
         finally:
             self._stopping.set()
             deadline = time.monotonic() + STOP_SECONDS

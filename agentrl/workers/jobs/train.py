@@ -35,7 +35,7 @@ from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.runtime.log_fields import log_fields
 from agentrl.workflow.settings import is_url, settings
 from agentrl.workflow.stats.evaluation import evaluate
-from agentrl.workflow.stats.group_variance import choose_groups
+from agentrl.workflow.stats.group_variance import NO_GROUP_VARIES, choose_groups
 from agentrl.workflow.store import epoch_ends, repair, retention, run_names, train_claims, train_commits
 from agentrl.workflow.store.iterations import staleness_of
 from agentrl.workflow.store.reads import eval_results
@@ -195,7 +195,7 @@ def _run_update(trainer: Trainer | RankedTrainer, work: IterationWork) -> Update
     if not work.max_groups:
         return trainer.update(work.groups, work.number)
     chosen, left_out = choose_groups(work.groups, work.max_groups)
-    update = trainer.update(chosen, work.number) if chosen else Update(skipped="no group has variance")
+    update = trainer.update(chosen, work.number) if chosen else Update(skipped=NO_GROUP_VARIES)
     return replace(update, dropped={**left_out, **update.dropped})
 
 

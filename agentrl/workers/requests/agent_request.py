@@ -11,6 +11,7 @@ from agentrl.workflow.envs import Env, gives_rewards
 from agentrl.workflow.errors import ConfigError, DatasetError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.plugins import is_lent
+from agentrl.workflow.runtime.shown_text import format_count
 from agentrl.workflow.settings import settings
 from agentrl.workflow.trajectory import Task
 
@@ -42,8 +43,9 @@ def resolve_agent(experiment: Experiment, tasks: Sequence[Task]) -> RunConfig:
     _check_env(experiment.config.env, experiment.env)
     silent = [task.key for task in tasks if not task.messages]
     if silent:
-        some = f"{len(silent)} of {len(tasks)} tasks of {experiment.config.dataset.name!r}"
-        raise DatasetError(f"{some} have no messages (the first is {silent[0]!r:.80}). An agent receives only messages.")
+        some = f"{len(silent)} of {format_count(len(tasks), 'task')} of {experiment.config.dataset.name!r}"
+        verb = "has" if len(silent) == 1 else "have"
+        raise DatasetError(f"{some} {verb} no messages (the first is {silent[0]!r:.80}). An agent receives only messages.")
     if experiment.weights or gives_rewards(experiment.env) or experiment.config.hooks:
         return experiment.config
     if agent.is_external and not settings().broker_url and not settings().rewards_key:
@@ -97,7 +99,7 @@ def _check_class(name: str, agent: Any) -> None:
             raise ConfigError(f"{way.__name__} of the agent {name!r} is a generator: use return instead of yield.", SHAPE)
         parameters = inspect.signature(way).parameters
         if not 1 <= len(parameters) <= 3:
-            problem = f"{way.__name__} of the agent {name!r} takes {len(parameters)} arguments"
+            problem = f"{way.__name__} of the agent {name!r} takes {format_count(len(parameters), 'argument')}"
             raise ConfigError(
                 f"{problem}.",
                 "Write rollout(self, task, resources, llm); leave out the arguments that the method does not use.",

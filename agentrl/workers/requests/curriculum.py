@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from agentrl.workflow.config import DatasetConfig, solved_range
 from agentrl.workflow.errors import DatasetError
+from agentrl.workflow.runtime.shown_text import format_count
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.reads.task_rows import load_solved
 from agentrl.workflow.trajectory import Task
@@ -37,9 +38,8 @@ def choose_by_difficulty(db: Database | None, config: DatasetConfig, tasks: Sequ
     counts = load_solved(db) if db is not None else {}
     shares = {task.content_hash: counts[task.content_hash].share for task in tasks if task.content_hash in counts}
     if not shares:
-        message = (
-            f"None of the {len(tasks)} tasks of {config.name!r} has a stored episode, which is needed to know how hard it is."
-        )
+        some = f"None of the {format_count(len(tasks), 'task')} of {config.name!r}"
+        message = f"{some} has a stored episode, which is needed to know how hard it is."
         raise DatasetError(message, f"Sample them: agentrl data check {config.name} --model MODEL --samples 8")
     difficulties = {key: 1 - share for key, share in shares.items()} if config.order == "easy_first" else {}
     if config.keep_solved is None:
@@ -52,8 +52,9 @@ def choose_by_difficulty(db: Database | None, config: DatasetConfig, tasks: Sequ
             "Widen the range of --keep-solved.",
         )
     rarely, often = (sum(share < low for share in shares.values()), sum(share > high for share in shares.values()))
+    count, unknown = format_count(len(tasks), "task"), len(tasks) - len(shares)
     remark = (
-        f"keep_solved {config.keep_solved}: {len(chosen_tasks)} of {len(tasks)} tasks are kept, {len(tasks) - len(shares)} of "
-        f"them without a stored episode; {rarely} are solved more rarely, {often} more often."
+        f"keep_solved {config.keep_solved}: it keeps {len(chosen_tasks)} of {count}, {unknown} of them without a stored "
+        f"episode; left out: {rarely} solved more rarely, {often} more often."
     )
     return ChosenTasks(chosen_tasks, difficulties, (remark,))

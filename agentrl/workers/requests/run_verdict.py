@@ -12,13 +12,14 @@ from agentrl.workflow.analysis.run_health import (
     Trouble,
     describe_groups,
     describe_health,
+    find_failures,
+    find_iteration_troubles,
     has_no_signal,
     is_all_right,
+    join_troubles,
     list_checked,
-    list_failures,
     list_flat_lines,
     list_health_facts,
-    list_iteration_troubles,
     list_update_troubles,
 )
 from agentrl.workflow.store.driver_reader import Row, sql_read_transaction
@@ -54,7 +55,7 @@ class RunVerdict:
         run, status: the run's name and status.
         is_healthy: False if something is wrong. None if nothing is known, because no iteration with episodes has ended.
         sentence: the verdict in words.
-        troubles: the problems, and the remarks that are no problems.
+        troubles: the problems, then the remarks that are no problems; one for each cause.
         health: the facts about the newest finished iteration; None if no iteration has ended.
         errors: the result of `count_error_classes`. A healthy run may have errors, if they are few.
     """
@@ -85,39 +86,41 @@ def judge_run(tx: Any, run: str) -> RunVerdict:
         IterationRecord(one, updates.get(one.iteration, ()), counts.get(one.iteration, GroupCounts())) for one in iterations
     ]
     newest = iterations[: -FLAT_ITERATIONS - 1 : -1]
-    troubles = [Trouble(f"It waits: {summary.waits_for}")] if summary.waits_for else []
-    troubles += _list_run_troubles(tx, row, run, newest) + list_iteration_troubles(run, records, algorithm)
-    problems, checked = [trouble for trouble in troubles if not trouble.is_note], list_checked(records, algorithm)
+    of_run = {"waits": Trouble(f"It waits: {summary.waits_for}")} if summary.waits_for else {}
+    of_run |= _find_run_troubles(tx, row, run, newest)
+    troubles = join_troubles(of_run, find_iteration_troubles(run, records, algorithm))
+    is_wrong, checked = any(not trouble.is_note for trouble in troubles), list_checked(records, algorithm)
+    if row.status in ("paused", "failed"):  # a problem only if no other problem is the cause
+        resume = Trouble("Resume it when the cause is gone.", f"agentrl resume {run}", is_note=is_wrong)
+        troubles, is_wrong = [*troubles, resume] if is_wrong else [resume, *troubles], True
     return RunVerdict(
         run=row.run,
         status=row.status,
-        is_healthy=False if problems else True if checked else None,
+        is_healthy=False if is_wrong else True if checked else None,
         sentence=describe_health(row, len(iterations), checked, troubles),
-        troubles=[*problems, *(trouble for trouble in troubles if trouble.is_note)],
+        troubles=troubles,
         health=_describe_newest(tx, row, newest[0], algorithm) if newest else None,
         errors=count_error_classes(tx, row.run),
     )
 
 
-def _list_run_troubles(tx: Any, run: RunRow, typed: str, newest: Sequence[IterationRow]) -> list[Trouble]:
-    """Return what went wrong in a run, and how to go on.
+def _find_run_troubles(tx: Any, run: RunRow, typed: str, newest: Sequence[IterationRow]) -> dict[str, Trouble]:
+    """Return what went wrong in a run, by subject.
 
     Args:
         typed: the name or number of the run in the commands.
         newest: the run's newest FLAT_ITERATIONS finished iterations, the newest first.
     """
-    troubles = []
+    troubles = {}
     if has_no_signal(run, newest):
         facts = run_rows.describe_flat_rewards(tx, run.run, newest[-1].iteration)
         if lines := list_flat_lines(facts):
-            troubles.append(Trouble("; ".join(line.strip() for line in lines), is_note=is_all_right(facts)))
+            is_solved = is_all_right(facts)
+            troubles["solved" if is_solved else "groups"] = Trouble("; ".join(map(str.strip, lines)), is_note=is_solved)
     if run.status in ("planned", "running"):
         return troubles
     failure, agents = run_rows.find_most_frequent_failure(tx, run.run), run_rows.find_most_frequent_agent_error(tx, run.run)
-    troubles += list_failures(failure, agents, run.episodes_done, typed)
-    if run.status in ("paused", "failed"):
-        troubles.append(Trouble("Resume it when the cause is gone.", f"agentrl resume {typed}"))
-    return troubles
+    return troubles | find_failures(failure, agents, run.episodes_done, typed)
 
 
 def _describe_newest(tx: Any, run: RunRow, iteration: IterationRow, algorithm: str | None) -> NewestHealth:

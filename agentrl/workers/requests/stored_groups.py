@@ -20,6 +20,7 @@ from agentrl.workflow.config import RunConfig, SourceConfig, build
 from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
+from agentrl.workflow.runtime.shown_text import format_count
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import StoredRun, find_episode_counted_twice, find_run_of_group, load_stored_run
 from agentrl.workflow.store.imported_runs import EXACT
@@ -115,7 +116,7 @@ def _left_out_remark(source: StoredRun, reward_set: str) -> str:
     scored = (
         "" if reward_set == "default" else f", scored in {reward_set!r} (run `agentrl rescore` again to add newer episodes)"
     )
-    some = f"{len(source.groups)} of its {source.planned} groups"
+    some = f"{len(source.groups)} of {format_count(source.planned, 'group')}"
     return f"{row['name']} is {row['status']}: {some} have enough done episodes{scored}."
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.workflow.runtime.shown_text import cell, format_count, one_line
+from agentrl.workflow.stats.group_variance import NO_ADVANTAGE, NO_GROUP_VARIES, TOO_FEW_EPISODES
 
 Row = Mapping[str, Any]
 MAX_CLIPPED, MAX_OUTSIDE, LEAST_SAMPLE = 0.3, 0.1, 0.5
@@ -74,25 +75,25 @@ def compares_groups(algorithm: str | None) -> bool:
     return built_in is not None and built_in.needs_group
 
 
-def list_failures(failure: Row, agents: Row, done: int, run: str) -> list[Trouble]:
-    """Return why episodes failed; as notes if so few failed that nothing is wrong.
+def find_failures(failure: Row, agents: Row, done: int, run: str) -> dict[str, Trouble]:
+    """Return why episodes failed, by subject; as notes if so few failed that nothing is wrong.
 
     Args:
         failure, agents: the results of `find_most_frequent_failure` and of `find_most_frequent_agent_error`.
         done: the number of the run's done episodes. They include those that ended with an agent error.
         run: the run's name in the commands.
     """
-    troubles = []
+    troubles = {}
     if failure:
         failed, error = format_count(failure["failed"], "episode"), one_line(failure["error"], MAX_ERROR_CHARS)
         text = f"{failed} failed, {_part(failure['episodes'], failure['failed'])} with: {error}"
         is_note = not _is_too_many(failure["failed"], failure["failed"] + done)
-        troubles.append(Trouble(text, f"agentrl episodes {run} --status {failure['status']}", is_note))
+        troubles["episodes"] = Trouble(text, f"agentrl episodes {run} --status {failure['status']}", is_note)
     if agents:
         ended, error = format_count(agents["ended"], "episode"), one_line(agents["error"], MAX_ERROR_CHARS)
         text = f"{ended} ended with an agent error, {_part(agents['episodes'], agents['ended'])} with: {error}"
         is_note = not _is_too_many(agents["ended"], done)
-        troubles.append(Trouble(text, f"agentrl episodes {run} --stop-reason agent_error", is_note))
+        troubles["agents"] = Trouble(text, f"agentrl episodes {run} --stop-reason agent_error", is_note)
     return troubles
 
 
@@ -201,11 +202,18 @@ def list_update_troubles(run: str, iteration: IterationRecord, algorithm: str | 
 
 
 def _iterate_troubles(run: str, iteration: IterationRecord, algorithm: str | None) -> Iterator[tuple[str, Trouble]]:
-    """Yield the problems of an iteration, each with its subject."""
+    """Yield the problems of an iteration, each with its subject. No subject occurs twice."""
+    troubles = dict(_iterate_causes(run, iteration, algorithm))
+    skipped = iteration.row["skipped"]
+    subject, *others = _CAUSES_OF_SKIPPING.get(skipped, ("step",))
+    if skipped and not troubles.keys() & {subject, *others}:
+        yield subject, Trouble(f"The update made no step: {skipped}.")
+    yield from troubles.items()
+
+
+def _iterate_causes(run: str, iteration: IterationRecord, algorithm: str | None) -> Iterator[tuple[str, Trouble]]:
     row, counts = iteration.row, iteration.counts
     listed = f"agentrl episodes {run} --iteration {row['iteration']}"
-    if row["skipped"]:
-        yield "step", Trouble(f"The update made no step: {row['skipped']}.")
     if counts.groups and compares_groups(algorithm):
         groups = format_count(counts.groups, "group")
         if (equal := counts.flat - counts.right) / counts.groups > MAX_FLAT:
@@ -226,24 +234,38 @@ def _iterate_troubles(run: str, iteration: IterationRecord, algorithm: str | Non
             yield name, Trouble(text.format(cell(max(values, key=lambda value: abs(value - 1)))))
 
 
-def list_iteration_troubles(run: str, iterations: Sequence[IterationRecord], algorithm: str | None) -> list[Trouble]:
-    """Return what was wrong in any of a run's finished iterations: for each kind of problem the newest one, and in how many
+def find_iteration_troubles(run: str, iterations: Sequence[IterationRecord], algorithm: str | None) -> dict[str, Trouble]:
+    """Return what was wrong in any of a run's finished iterations: for each subject the newest problem, and in how many
     iterations it occurred. See `list_update_troubles` for the arguments.
     """
     by_subject: dict[str, list[tuple[int, Trouble]]] = {}
     for iteration in iterations:
         for subject, trouble in _iterate_troubles(run, iteration, algorithm):
             by_subject.setdefault(subject, []).append((iteration.row["iteration"], trouble))
-    summaries = []
-    for its in by_subject.values():
+    summaries = {}
+    for subject, its in by_subject.items():
         number, trouble = its[-1]
         where = f"In {len(its)} of {format_count(len(iterations), 'iteration')}, most recently in iteration {number}"
-        summaries.append(Trouble(f"{where}: {trouble.text}", f"agentrl changes {run} --iteration {number}", trouble.is_note))
+        command = f"agentrl changes {run} --iteration {number}"
+        summaries[subject] = Trouble(f"{where}: {trouble.text}", command, trouble.is_note)
     return summaries
 
 
+def join_troubles(of_run: Mapping[str, Trouble], of_iterations: Mapping[str, Trouble]) -> list[Trouble]:
+    """Return the troubles of a run and of its iterations, one for each subject, the problems first. The run's trouble says
+    more about the cause. It is a problem if that of the iterations is.
+    """
+    troubles = {**of_run}
+    for subject, trouble in of_iterations.items():
+        known = troubles.get(subject, trouble)
+        if known.is_note and not trouble.is_note:
+            known = Trouble(f"{known.text.rstrip('.')}. {trouble.text}", known.command)
+        troubles[subject] = known
+    return sorted(troubles.values(), key=lambda trouble: trouble.is_note)
+
+
 def list_checked(iterations: Sequence[IterationRecord], algorithm: str | None) -> list[str]:
-    """Return what `list_iteration_troubles` can judge in these iterations. Groups are judged only if the algorithm compares
+    """Return what `find_iteration_troubles` can judge in these iterations. Groups are judged only if the algorithm compares
     their episodes, and their rewards are known.
     """
     checked = {
@@ -303,6 +325,12 @@ def _over(limit: float) -> Any:
     return lambda value: value > limit
 
 
+_CAUSES_OF_SKIPPING: Mapping[str, tuple[str, ...]] = {
+    NO_GROUP_VARIES: ("groups", "solved"),
+    NO_ADVANTAGE: ("groups", "solved"),
+    TOO_FEW_EPISODES: ("episodes",),
+}
+"""The subjects of the troubles that explain why an update was skipped, by the reason in the iteration's row."""
 _RULES: Mapping[str, tuple[Any, str]] = {
     "clip_fraction": (
         _over(MAX_CLIPPED),

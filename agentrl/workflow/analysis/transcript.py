@@ -1,7 +1,7 @@
 """An episode as a transcript: its messages, tool calls with their durations, rewards, and the policy's logprobs."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby, zip_longest
 from math import isnan
@@ -14,11 +14,20 @@ from agentrl.workflow.trajectory import ROOT, Episode, Step, ToolCall, ToolResul
 
 STYLES = {"system": "dim", "user": "green", "assistant": "", "tool": "blue", "prompt": "green", "prompt_ids": "dim"}
 
+TokenDecoder = Callable[[Sequence[int]], Sequence[str]]
+"""A function that returns the text of each of these tokens."""
+MAX_TOKEN_CHARS = 80
 _TOKEN_FIELDS = ("prompt_ids", "sampled_ids", "behavior_logprobs")
 
 
-def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
-    """Yield the lines of an episode's transcript. `only` is the index of the step to yield; None: all steps."""
+def transcript_lines(record: Any, only: int | None = None, decode: TokenDecoder | None = None) -> Iterator[Line]:
+    """Yield the lines of an episode's transcript.
+
+    Args:
+        record: the episode, as `episode_rows.find_episode` returns it.
+        only: the index of the step to yield; None: all steps.
+        decode: returns the texts of tokens; None if their tokenizer is not available.
+    """
     yield from _head_lines(record.row)
     if record.removed:
         yield f"  {record.removed.sentence}", "yellow"
@@ -36,7 +45,7 @@ def transcript_lines(record: Any, only: int | None = None) -> Iterator[Line]:
         if only in (None, step.index):
             calls = [call for call in record.calls if call["step"] == step.index]
             before = record.episode.steps[step.parent].results if step.parent not in (None, ROOT) else None
-            logprobs = _mean_text(record.steps[step.index]["mean_logprob"]) if record.removed else _logprob_text(step)
+            logprobs = _mean_text(record.steps[step.index]["mean_logprob"]) if record.removed else _logprob_text(step, decode)
             seen = {result.content for result in before or ()}
             yield from _step_lines(step, record.steps[step.index], calls, seen, logprobs)
             if (why := idle.get(step.index)) in (UNREAD, SIDE_CALL):
@@ -217,7 +226,7 @@ def _sandbox_note(call: Any) -> str:
 def _end_lines(record: Any) -> Iterator[Line]:
     row = record.row
     yield "", ""
-    outcome = row["stop_reason"] or row["error_class"] or "not over"
+    outcome = row["stop_reason"] or row["error_class"] or "has not ended"
     yield f"{row['status']} ({outcome})  reward {cell(row['reward'])}, advantage {cell(row['advantage'])}", "bold"
     if row["status"] == "done" and record.agent_error:
         yield f"  the agent ended with: {one_line(record.agent_error, 1000)}", "red"
@@ -256,7 +265,7 @@ def _mean_text(mean: float | None) -> str:
     return "logprobs: none" if mean is None else f"logprobs: mean {mean:.3f}"
 
 
-def _logprob_text(step: Step) -> str:
+def _logprob_text(step: Step, decode: TokenDecoder | None = None) -> str:
     if not step.behavior_logprobs:
         return "logprobs: none"
     values = step.behavior_logprobs
@@ -264,7 +273,8 @@ def _logprob_text(step: Step) -> str:
         return "logprobs: not known; the tokens come from the template"
     least = min(range(len(values)), key=values.__getitem__)
     mean = sum(values) / len(values)
-    return f"logprobs: mean {mean:.3f}, lowest {values[least]:.3f} at token {least} (id {step.sampled_ids[least]})"
+    text = f", {one_line(repr(decode(step.sampled_ids)[least]), MAX_TOKEN_CHARS)}" if decode else ""
+    return f"logprobs: mean {mean:.3f}, lowest {values[least]:.3f} at token {least} (id {step.sampled_ids[least]}{text})"
 
 
 def _indent(text: str) -> str:

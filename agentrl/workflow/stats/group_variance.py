@@ -13,6 +13,9 @@ from collections.abc import Collection, Sequence
 from agentrl.workflow.trajectory import Group
 
 NO_VARIANCE = "no variance: all of its rewards are equal"
+NO_GROUP_VARIES, NO_ADVANTAGE = "no group has variance", "no advantage differs from 0"
+TOO_FEW_EPISODES = "no group has enough finished episodes"
+"""Reasons for skipping an update, as the iteration's row records them."""
 SURPLUS = "enough other groups have variance"
 """The reason for dropping a group that has variance, as the group's row and the ledger record it."""
 DIFFERENT = "sampler and trainer differ"

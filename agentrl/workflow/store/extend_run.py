@@ -12,6 +12,7 @@ from sqlalchemy import Connection, func, select, update
 
 from agentrl.workflow.config import MAX_INT
 from agentrl.workflow.errors import ConfigError, StateError
+from agentrl.workflow.runtime.shown_text import format_count
 from agentrl.workflow.store.connect import transaction
 from agentrl.workflow.store.iterations import epoch_length, epochs_of, insert_iteration, staleness_of
 from agentrl.workflow.store.planning import RESUMABLE, log, newest_version, resume_row
@@ -55,7 +56,7 @@ def extend(tx: Connection, run: str, key: str, epochs: int | None = None, iterat
     length = {"iterations": total, "epochs": epochs_of(total, of_an_epoch)}
     config = _with_length(row["config"], total, of_an_epoch)
     tx.execute(update(schema.runs).where(schema.runs.c.id == row["id"]).values(**length, config=config, **going))
-    log(tx, row["id"], "extended", key, f"{row['iterations']} -> {total} iterations")
+    log(tx, row["id"], "extended", key, f"{row['iterations']} -> {format_count(total, 'iteration')}")
     _plan_published_iterations(tx, row, total)
     resume_row(tx, {**row, **going})
     return row

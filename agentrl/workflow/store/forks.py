@@ -14,6 +14,7 @@ from sqlalchemy import Connection, func, select, text
 from agentrl.workflow.errors import NotFoundError, StateError
 from agentrl.workflow.store.connect import read_transaction
 from agentrl.workflow.store.episode_loader import MAX_ID, episode_row, load_episodes, message_row, split_in_parts, task_value
+from agentrl.workflow.store.row_codecs import no_step_error
 from agentrl.workflow.store.run_resources import copy_links
 from agentrl.workflow.tables import schema
 from agentrl.workflow.tables.step_values import FINAL_ANSWER
@@ -65,10 +66,7 @@ def load_fork_point(tx: Connection, episode: int, step: int) -> ForkPoint:
     (value,) = load_episodes(tx, schema.episodes.c.id == episode, {task["id"]: task_value(task)})
     run = tx.execute(select(schema.runs).where(schema.runs.c.id == row["run_id"])).mappings().one()
     if not 0 <= step < len(value.steps):
-        raise NotFoundError(
-            f"Episode {episode} has {len(value.steps)} steps, counted from 0; there is no step {step}.",
-            f"agentrl replay {episode}",
-        )
+        raise no_step_error(episode, step, len(value.steps))
     owner = row
     while step < owner["inherited_steps"]:
         owner = episode_row(tx, owner["parent_id"])

@@ -11,6 +11,7 @@ from sqlalchemy import Connection, func, select, update
 
 from agentrl.workflow.annotations import Annotation
 from agentrl.workflow.errors import ConflictError
+from agentrl.workflow.runtime.shown_text import format_count
 from agentrl.workflow.store.connect import transaction
 from agentrl.workflow.store.episode_annotations import insert_annotations
 from agentrl.workflow.store.planning import Submission, insert_submission, log
@@ -122,4 +123,4 @@ def _end(tx: Connection, run: int, iteration: int, episodes: int) -> None:
     over = {"status": "done", "episodes": episodes, "trainable": episodes, "started_at": now, "rolled_out_at": now}
     tx.execute(update(schema.iterations).where(_ITERATIONS.id == iteration).values(**over, finished_at=now, **sums))
     tx.execute(update(schema.runs).where(_RUNS.id == run).values(status="done", started_at=now, finished_at=now))
-    log(tx, run, "done", detail=f"{episodes} episodes imported")
+    log(tx, run, "done", detail=f"{format_count(episodes, 'episode')} imported")

@@ -15,6 +15,7 @@ from sqlalchemy import ColumnElement, Connection, ScalarSelect, Select, exists, 
 
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.errors import CheckpointError, ConflictError, StateError
+from agentrl.workflow.runtime.shown_text import format_count
 from agentrl.workflow.store.agent_attempts import lose_agents
 from agentrl.workflow.store.connect import insert, read_transaction, skip_flush, transaction
 from agentrl.workflow.store.episode_loader import clean_tree, message_row, split_in_parts
@@ -208,7 +209,7 @@ def _insert_submission(tx: Connection, submission: Submission, more: Mapping[str
     else:
         for number in range(min(submission.iterations, 1 + staleness_of(submission.config))):
             insert_iteration(tx, run_id, number, policy_id)
-    log(tx, run_id, "submitted", detail="" if submission.kind in GROWING else f"{submission.iterations} iterations")
+    log(tx, run_id, "submitted", detail="" if submission.kind in GROWING else format_count(submission.iterations, "iteration"))
     return run_id
 
 
@@ -257,8 +258,9 @@ def _find_same(tx: Connection, submission: Submission) -> SubmittedRun:
     if stored == submitted:
         return SubmittedRun(row["id"], row["name"], False, row["iterations"], row["status"])
     if (_without_length(stored[0]), *stored[1:]) == (_without_length(submitted[0]), *submitted[1:]):
+        length = format_count(row["iterations"], "iteration")
         raise ConflictError(
-            f"A run called {row['name']!r} exists with the same config, but another length: {row['iterations']} iterations.",
+            f"A run called {row['name']!r} exists with the same config, but another length: {length}.",
             f"Extend it with `agentrl resume {row['name']} --epochs N` or --iterations N, or choose another --name.",
         )
     raise ConflictError(

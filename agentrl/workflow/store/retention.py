@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, exists, select, update
 
 from agentrl.workflow.checkpoints.checkpoint_gc import Needs
+from agentrl.workflow.runtime.shown_text import format_count
 from agentrl.workflow.store.connect import read_transaction, transaction
 from agentrl.workflow.store.iterations import epoch_length, staleness_of
 from agentrl.workflow.store.planning import log
@@ -68,7 +69,7 @@ def collect(tx: Connection, run_id: int, present: Collection[str], keep_last: in
     if unneeded:
         now = datetime.now(UTC)
         tx.execute(update(schema.policies).where(schema.policies.c.path.in_(unneeded)).values(collected_at=now))
-        log(tx, run_id, "collected", f"{len(unneeded)} adapters", ", ".join(sorted(map(_checkpoint_name, unneeded))))
+        log(tx, run_id, "collected", format_count(len(unneeded), "adapter"), ", ".join(sorted(map(_checkpoint_name, unneeded))))
     return needs
 
 

@@ -8,6 +8,7 @@ from sqlalchemy import Connection, select
 
 from agentrl.workflow.errors import ConflictError
 from agentrl.workflow.rewards import Part
+from agentrl.workflow.runtime.shown_text import format_count
 from agentrl.workflow.store.connect import Database, insert, read_transaction, transaction
 from agentrl.workflow.store.episode_annotations import annotations_of
 from agentrl.workflow.store.episode_loader import load_episodes, reward_rows, task_value
@@ -77,7 +78,7 @@ def add_reward_set(
         keys = ["reward_set_id", "episode_id", "part", "step"]
         run = select(schema.runs.c.name).where(schema.runs.c.id == run_id).scalar_subquery()
         tx.execute(insert(tx, schema.rewards).values(run=run).on_conflict_do_nothing(index_elements=keys), rows)
-    log(tx, run_id, "rescored", name, f"{len(scored)} episodes")
+    log(tx, run_id, "rescored", name, format_count(len(scored), "episode"))
 
 
 def _same_set(tx: Connection, run_id: int, name: str, code_hash: str, weights: Mapping[str, float]) -> int:

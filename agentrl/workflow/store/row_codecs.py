@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.workflow.annotations import Annotation
 from agentrl.workflow.errors import NotFoundError, StateError
+from agentrl.workflow.runtime.shown_text import format_count
 from agentrl.workflow.trajectory import (
     GRAMMAR,
     ROOT,
@@ -62,7 +63,10 @@ def no_episode_error(episode: int) -> NotFoundError:
 
 def no_step_error(episode: int, step: int, steps: int) -> NotFoundError:
     """Return the error for a step that does not exist in an episode with this number of steps."""
-    return NotFoundError(f"Episode {episode} has {steps} steps, counted from 0; there is no step {step}.")
+    return NotFoundError(
+        f"Episode {episode} has {format_count(steps, 'step')}, counted from 0; there is no step {step}.",
+        f"agentrl replay {episode}",
+    )
 
 
 def episode_value(row: Mapping[Any, Any], task: Task, steps: Sequence[Step]) -> Episode:

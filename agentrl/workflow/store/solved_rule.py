@@ -104,7 +104,7 @@ class SolvedRule:
               SELECT m.*, coalesce({stored}, CASE WHEN m.mean_reward IS NOT NULL THEN {self.verdict("m.id")} END) AS solved
               FROM ({MEMBERS}) m WHERE {condition}) SELECT * FROM judged"""
 
-    def lost_groups(self, condition: str = "1 = 1") -> str:
+    def groups_no_longer_solved(self, condition: str = "1 = 1") -> str:
         """Return the SQL of the ids of the groups that the run sampled and that are not solved, although the previous group of
         the same task was solved.
         """

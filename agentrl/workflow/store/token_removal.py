@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, delete, func, select, update
 
 from agentrl.workflow.errors import StateError
+from agentrl.workflow.runtime.shown_text import format_count
 from agentrl.workflow.store.connect import Database, read_transaction, transaction
 from agentrl.workflow.store.planning import log
 from agentrl.workflow.store.run_names import find_run
@@ -62,7 +63,11 @@ def _count(tx: Connection, row: Any) -> TokenCounts:
 
 def remove_tokens(db: Database, counts: TokenCounts) -> None:
     """Mark the run, and delete its tokens. Raise StateError if the run, or a run that uses its episodes, has not ended."""
-    mark_removed(db, counts.run_id, f"{counts.steps} steps of {counts.episodes} episodes, {counts.bytes} bytes")
+    mark_removed(
+        db,
+        counts.run_id,
+        f"{format_count(counts.steps, 'step')} of {format_count(counts.episodes, 'episode')}, {counts.bytes} bytes",
+    )
     last = 0
     while True:
         began = time.monotonic()

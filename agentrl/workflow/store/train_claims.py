@@ -10,6 +10,7 @@ from typing import Any
 
 from sqlalchemy import Connection, func, select, update
 
+from agentrl.workflow.runtime.shown_text import format_count
 from agentrl.workflow.stats.group_variance import groups_to_plan, varies
 from agentrl.workflow.store.connect import read_transaction, skip_flush, transaction
 from agentrl.workflow.store.episode_loader import members_of
@@ -142,7 +143,8 @@ def _too_few_reason(ended: Mapping[str, int], planned: int) -> str:
     """Return, for example, "none of the 4 episodes can train: 3 failed, 1 infra_error"."""
     done = ended.get("done", 0)
     others = ", ".join(f"{count} {status}" for status, count in ended.items() if status != "done")
-    return f"{f'only {done}' if done else 'none'} of the {planned} episodes can train" + (f": {others}" if others else "")
+    some = f"{f'only {done}' if done else 'none'} of the {format_count(planned, 'episode')}"
+    return f"{some} can train{': ' * bool(others)}{others}"
 
 
 def _load_group_rewards(tx: Connection, iteration: int) -> list[list[float]] | None:
@@ -175,7 +177,8 @@ def _plan_more_groups(tx: Connection, row: Mapping[str, Any], rewards: Sequence[
     if run["status"] != "running":
         return None
     insert_more_groups(tx, run, row, planned, more)
-    detail = f"{varied} of {planned} groups have variance; {more} more {'is' if more == 1 else 'are'} sampled"
+    with_variance = f"{varied} of {format_count(planned, 'group')} {'has' if varied == 1 else 'have'} variance"
+    detail = f"{with_variance}; {more} more {'is' if more == 1 else 'are'} sampled"
     log(tx, row["run_id"], "sampling_on", f"iteration {row['number'] + 1}", detail)
     return MoreGroupsPlanned(row["id"], varied, planned, more)
 

@@ -30,6 +30,17 @@ from sqlalchemy import (
 
 from agentrl.workflow.annotations import KINDS as ANNOTATION_KINDS
 from agentrl.workflow.annotations import SOURCES as ANNOTATION_SOURCES
+from agentrl.workflow.tables.column_values import (
+    AGENT_STATUS,
+    CALL_KINDS,
+    CALL_STATUS,
+    EFFECTS,
+    EPISODE_STATUS,
+    RUN_KINDS,
+    RUN_STATUS,
+    TASK_ROLES,
+    WORK_STATUS,
+)
 from agentrl.workflow.tables.columns import (
     Id,
     Utc,
@@ -45,7 +56,7 @@ from agentrl.workflow.tables.columns import (
     text_column,
     time_column,
 )
-from agentrl.workflow.trajectory import TRANSITIONS, WHOLE
+from agentrl.workflow.trajectory import WHOLE
 
 metadata = MetaData(
     naming_convention={
@@ -58,16 +69,6 @@ metadata = MetaData(
 )
 
 
-RUN_STATUS = ("planned", "running", "paused", "done", "failed", "cancelled")
-WORK_STATUS = ("planned", "running", "done", "cancelled")
-EPISODE_STATUS = tuple(TRANSITIONS)
-STOP_REASONS = ("answered", "max_steps", "max_tokens", "parse_error", "tool_error", "timeout", "agent_error")
-CALL_STATUS = ("pending", "started", "done", "unknown_outcome", "unobserved")
-EFFECTS = ("none", "repeatable", "once")
-CALL_KINDS = ("call", "grade", "agent")
-RUN_KINDS = ("train", "eval", "fork", "serve", "search", "import")
-TASK_ROLES = ("train", "choose", "held_out")
-AGENT_STATUS = ("pending", "running", "ended", "lost")
 runs = Table(
     "runs",
     metadata,

@@ -14,7 +14,7 @@ from agentrl.workflow.algorithms import find_gradient, resolve_options
 from agentrl.workflow.config import RunConfig
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
-from agentrl.workflow.stats.group_variance import CUT_OFF, DIFFERENT
+from agentrl.workflow.stats.group_variance import CUT_OFF, DIFFERENT, NO_ADVANTAGE, TOO_FEW_EPISODES
 from agentrl.workflow.training.advantages import Advantages, Credit
 from agentrl.workflow.training.losses import KL, Normaliser
 from agentrl.workflow.training.reports import Metrics, Update
@@ -150,7 +150,7 @@ class UpdatePreparation:
         usable_groups, dropped = select_groups(groups, self._algorithm.needs_group)
         episodes = [episode for group in usable_groups for episode in group.episodes]
         if not episodes:
-            return Update(dropped=dropped, skipped="no group has enough finished episodes")
+            return Update(dropped=dropped, skipped=TOO_FEW_EPISODES)
         tokens = TokenLayout.of(episodes)
         if not tokens.rows:  # every prompt filled the context
             none = {episode.id: 0.0 for episode in episodes}
@@ -165,7 +165,7 @@ class UpdatePreparation:
         dropped |= _idle_reasons(usable_groups, {DIFFERENT: strayed, CUT_OFF: cut_off - strayed})
         minibatches = self._minibatches(tokens, idle, constants.advantages)
         if not minibatches:
-            reason = DIFFERENT if strayed else "no advantage differs from 0"
+            reason = DIFFERENT if strayed else NO_ADVANTAGE
             return Update(advantages=advantages, dropped=dropped, skipped=reason)
         constants = self._add_logprobs(tokens, minibatches, constants)
         staleness, limit = self._config.rollout.max_staleness, self._config.update.max_sampler_difference

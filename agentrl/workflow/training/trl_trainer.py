@@ -35,6 +35,7 @@ from agentrl.workflow.models.memory import return_freed_memory
 from agentrl.workflow.models.memory_estimate import MICROBATCH_TOKENS
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.plugins import find
+from agentrl.workflow.stats.group_variance import NO_ADVANTAGE
 from agentrl.workflow.training.advantages import Credit
 from agentrl.workflow.training.prepared_update import episode_advantages, select_groups
 from agentrl.workflow.training.reports import Metrics, Update
@@ -84,7 +85,7 @@ class TrlTrainer(Trainer):
         credited = self._credit(tokens.make_earned(usable_groups), self._options)
         advantages = episode_advantages(credited, tokens)
         if not (credited.advantages.any() or self._options.kl_coef or self._options.entropy_coef):
-            return Update(advantages=advantages, dropped=dropped, skipped="no advantage differs from 0")
+            return Update(advantages=advantages, dropped=dropped, skipped=NO_ADVANTAGE)
         try:
             with self._policy.lock, return_freed_memory(self._policy.device, self._config.lean):
                 steps = self._run_trl(tokens.rows, [float(e.reward or 0.0) for e in episodes], iteration)

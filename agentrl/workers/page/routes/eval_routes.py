@@ -175,5 +175,5 @@ def _remarks_on_tasks(sides: Sides, compared: int) -> list[str]:
     if one == other:
         left = len(one) - compared
         return [f"{format_count(left, 'task')} left out: one side has no done episode."] if left else []
-    remark = f"A has {len(one)} tasks and B {len(other)}, of which {len(one & other)} are in both: only those are compared."
-    return [remark]
+    counts = f"A has {format_count(len(one), 'task')}, B has {len(other)}"
+    return [f"{counts}. Only the tasks in both are compared: {len(one & other)}."]

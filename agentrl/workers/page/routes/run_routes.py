@@ -212,7 +212,9 @@ class FailedCall(BaseModel):
 
 
 class EvidenceRow(BaseModel):
-    """An episode: the columns of v_episodes, its rewards, and its first failed call, which show what happened in it."""
+    """An episode: the columns of v_episodes, its rewards, and its first failed call, which show what happened in it.
+    `more_errors` is the number of errors besides the episode's own error or, if it has none, besides the first failed call.
+    """
 
     model_config = ConfigDict(extra="allow")
     id: int
@@ -220,6 +222,7 @@ class EvidenceRow(BaseModel):
     question: str
     parts: list[dict[str, Any]]
     failed_call: FailedCall | None
+    more_errors: int
     fate: str | None
 
 

@@ -15,7 +15,7 @@ from agentrl.workflow.settings import Settings
 from agentrl.workflow.store.driver_reader import Queryable
 from agentrl.workflow.store.reads.episode_relations import load_run_of
 from agentrl.workflow.store.reads.episode_shape import EpisodeShape, load_shape
-from agentrl.workflow.store.reads.turn_rows import TOKEN_BYTES, StepTokens, load_steps, load_tokens
+from agentrl.workflow.store.reads.turn_rows import TOKEN_BYTES, StepTokens, load_steps, load_tokens, read_tokens
 from agentrl.workflow.token_chains import reasons_not_to_train
 
 AROUND = 4
@@ -251,9 +251,11 @@ def _check_namesake(tx: Any, shape: EpisodeShape, token_texts: FoundTexts) -> Fo
 
 
 def packed_line(tx: Any, shape: EpisodeShape, max_tokens: int) -> bytes:
-    """Return the first `max_tokens` tokens of the episode as packed ids. The chains of the episode follow one another."""
+    """Return the first `max_tokens` tokens of the episode as packed ids. The chains of the episode follow one another. None of
+    the tokens may have been removed.
+    """
     pieces = list_pieces(shape.value, place_chains(shape.value), 0, max_tokens)
-    tokens_by_row = load_tokens(tx, shape.step_ids(sorted({piece.step for piece in pieces})))
+    tokens_by_row = read_tokens(tx, shape.step_ids(sorted({piece.step for piece in pieces})))
     stored = {step: tokens_by_row.get(shape.rows[step]["id"]) for step in {piece.step for piece in pieces}}
     parts = (_packed_ids(piece, stored[piece.step])[: (piece.end - piece.start) * TOKEN_BYTES] for piece in pieces)
     return b"".join(parts)[: max_tokens * TOKEN_BYTES]

@@ -4,7 +4,7 @@
 import { html, useEffect, useMemo, useState } from "./vendor/preact.js";
 import { Chart, lineColor, lineTable } from "./chart.js";
 import { ask, askCurves, exported, path } from "./data.js";
-import { number, visible } from "./format.js";
+import { number, plural, visible } from "./format.js";
 import { go, href, useChoice } from "./route.js";
 import { csv } from "./sql.js";
 import { Asked, download, openable, Problem, Select, useData } from "./ui.js";
@@ -268,7 +268,7 @@ function OwnChart({ what, runs, common, remove }) {
     const sums = found[run.id]?.sums || new Map();
     return { label: runs.length > 1 ? visible(run.name) : "mean", color: lineColor(index), x: run.x, y: run.of.iteration.map((each) => (sums.get(each)?.count ? sums.get(each).sum / sums.get(each).count : null)) };
   });
-  const note = Object.values(found).some((each) => !each.done) ? "reading…" : `mean of ${number([...Object.values(found)].reduce((all, each) => all + [...each.sums.values()].reduce((a, b) => a + b.count, 0), 0))} rows`;
+  const note = Object.values(found).some((each) => !each.done) ? "reading…" : `mean of ${plural([...Object.values(found)].reduce((all, each) => all + [...each.sums.values()].reduce((a, b) => a + b.count, 0), 0), "row")}`;
   return html`<${RunChart} id=${what} title=${what} note=${error ? visible(error.message) : note} lines=${lines} remove=${remove} ...${common} />`;
 }
 

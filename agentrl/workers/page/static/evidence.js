@@ -10,7 +10,7 @@ import { Asked, Badge, Chips, KeyLink, Link, More, openable, Search, Select, Tab
 const CHIPS = [
   ["solved", "outcome=solved", "Episodes that are right"],
   ["never solved", "outcome=never_solved", "Episodes of tasks that no episode of the run solved"],
-  ["newly lost", "outcome=newly_lost", "Groups that are not solved, although the task's group before was"],
+  ["no longer solved", "outcome=no_longer_solved", "Groups that are not solved, although the task's group before was"],
   ["failed call", "tool_errors=1", "Episodes with a failed tool call"],
   ["truncated", "truncated=true", "Episodes that were cut off at a limit"],
 ];
@@ -90,12 +90,13 @@ export function partSums(parts) {
   return sums.size > 1 ? [...sums] : [];
 }
 
-/** What failed in an episode: its own error, or its first failed call. */
+/** What failed in an episode: its own error, or its first failed call; and how many more errors it has. */
 export function errorOf(row) {
-  if (row.error) return html`<span class="bad">${visible(row.error_class)}: ${visible(row.error).slice(0, 200)}</span>`;
+  const more = row.more_errors ? ` (+${number(row.more_errors)})` : "";
+  if (row.error) return html`<span class="bad">${visible(row.error_class)}${more}: ${visible(row.error).slice(0, 200)}</span>`;
   if (!row.failed_call) return "";
   const { tool, error_class: kind, result } = row.failed_call;
-  return html`<span class="bad">${visible(tool) || "(unreadable call)"}: ${visible(kind)}</span> <span class="quiet">${visible(result).slice(-200)}</span>`;
+  return html`<span class="bad">${visible(tool) || "(unreadable call)"}: ${visible(kind)}${more}</span> <span class="quiet">${visible(result).slice(-200)}</span>`;
 }
 
 function fateOf(row) {
@@ -122,7 +123,7 @@ export function Examples({ rows }) {
   const byEpisode = Map.groupBy(rows.filter(([, row]) => row), ([, row]) => row.id);
   const once = [...byEpisode.values()].map((its) => [its.map(([title]) => title).join(" and "), its[0][1]]);
   return html`<ul class="examples">${once.map(([title, row]) => html`<li key=${row.id} class="cell" data-row=${openable(["episode", row.id])}>
-    <div><b>${title}</b> <${Link} to=${["episode", row.id]}>episode ${row.id}<//> <span class="quiet">reward ${number(row.reward, 3)}, ${plural(row.steps, "turn")}, ${number(row.sampled_tokens)} tokens</span></div>
+    <div><b>${title}</b> <${Link} to=${["episode", row.id]}>episode ${row.id}<//> <span class="quiet">reward ${number(row.reward, 3)}, ${plural(row.steps, "turn")}, ${plural(row.sampled_tokens, "token")}</span></div>
     <div>${visible(row.question).slice(0, 160)}</div>
     <div><span class="quiet">answer</span> ${visible(row.final_answer).slice(0, 120) || "–"} <span class="quiet">reference</span> ${visible(row.reference).slice(0, 80)}</div>
     <div>${errorOf(row)}</div>

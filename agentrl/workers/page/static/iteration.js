@@ -148,7 +148,7 @@ function Scatter({ groups }) {
   return html`<div class="controls">${pickAxis("x axis", x, setX)}${pickAxis("y axis", y, setY)}<span class="quiet" role="status">${over ? `episode ${over.id}: ${number(over[x])}, ${number(over[y])}, ${visible(over.group.task).slice(0, 60)}${placeCount(over) > 1 ? `, one of ${number(placeCount(over))} there` : ""}` : plural(points.length, "episode")}</span></div>
     <div ref=${holder} class="scatter">
       ${!points.length && html`<p class="quiet">No episode has both numbers.</p>`}
-      ${width > 0 && points.length > 0 && html`<svg ref=${canvas} width=${width} height=${height} role="img" aria-label=${`${y} by ${x} of ${points.length} episodes`}>
+      ${width > 0 && points.length > 0 && html`<svg ref=${canvas} width=${width} height=${height} role="img" aria-label=${`${y} by ${x} of ${plural(points.length, "episode")}`}>
         <g class="axes"><line x1="50" x2=${width - 20} y1=${height - 30} y2=${height - 30} /><line x1="50" x2="50" y1="15" y2=${height - 30} />
           ${niceTicks(xs, points.every((each) => Number.isInteger(each[x]))).map((value) => html`<text key=${`x${value}`} x=${placeX(value)} y=${height - 14} text-anchor="middle">${number(value, 3)}</text>`)}
           ${niceTicks(ys, points.every((each) => Number.isInteger(each[y]))).map((value) => html`<text key=${`y${value}`} x="44" y=${placeY(value) + 4} text-anchor="end">${number(value, 3)}</text>`)}

@@ -39,7 +39,7 @@ function Lanes({ data, run }) {
   const place = (at) => left + ((at - start) / (end - start)) * Math.max(50, width - left - 10);
   const height = data.lanes.length * LANE + 30;
   return html`<div ref=${holder} class="lanes">
-      ${width > 0 && html`<svg width=${width} height=${height} role="img" aria-label=${`${data.lanes.length} workers over ${seconds((end - start) / 1000)}`}>
+      ${width > 0 && html`<svg width=${width} height=${height} role="img" aria-label=${`${plural(data.lanes.length, "worker")} over ${seconds((end - start) / 1000)}`}>
         ${data.lanes.map((lane, index) => html`<g key=${`${lane.queue} ${lane.worker}`}>
           <text x="0" y=${index * LANE + 17}>${names[index]}</text>
           <rect class="idle" x=${left} y=${index * LANE + 3} width=${Math.max(0, width - left - 10)} height=${LANE - 6} />

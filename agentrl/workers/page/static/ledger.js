@@ -3,7 +3,7 @@
 
 import { html, useEffect, useState } from "./vendor/preact.js";
 import { ask, path } from "./data.js";
-import { number, percent } from "./format.js";
+import { number, plural, percent } from "./format.js";
 import { Link, openable, Problem } from "./ui.js";
 
 const MAX_BARS = 400;
@@ -20,7 +20,7 @@ export function LedgerView({ run, version }) {
   const all = Object.values(sums).reduce((a, b) => a + b, 0);
   const order = fates.sort((a, b) => (a === "trained" ? -1 : b === "trained" ? 1 : sums[b] - sums[a]));
   return html`${found.error && html`<${Problem} error=${found.error} small />`}
-    <p>${number(all)} episodes planned${found.done ? "" : ", reading on…"}</p>
+    <p>${plural(all, "episode")} planned${found.done ? "" : ", reading on…"}</p>
     <${FateBar} parts=${order.map((fate) => [fate, sums[fate]])} all=${all} />
     <div class="legend">${order.map((fate) => html`<span key=${fate}><i class=${`f-${fate}`}></i>${fate.replaceAll("_", " ")} ${number(sums[fate])} <span class="quiet">${percent(sums[fate] / all)}</span></span>`)}</div>
     <h2>By iteration</h2>

@@ -180,7 +180,7 @@ function Progress({ of, row }) {
   const share = (of.finished || 0) / of.episodes;
   return html`<div class="row" role="status">
     <progress value=${share} max="1" aria-label="Episodes of this iteration"></progress>
-    <span>iteration ${of.iteration}${of.through > of.iteration ? ` to ${of.through}` : ""} of ${row.iterations}: ${number(of.finished)} of ${plural(of.episodes, "episode")}, ${number(of.sampled_tokens)} tokens, ${plural(of.tool_calls, "call")}</span>
+    <span>iteration ${of.iteration}${of.through > of.iteration ? ` to ${of.through}` : ""} of ${row.iterations}: ${number(of.finished)} of ${plural(of.episodes, "episode")}, ${plural(of.sampled_tokens, "token")}, ${plural(of.tool_calls, "call")}</span>
   </div>`;
 }
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from agentrl.workflow.errors import ConfigError, NotFoundError, did_you_mean
+from agentrl.workflow.errors import NotFoundError
 from agentrl.workflow.store.driver_reader import Row, is_sqlite, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.changes import OF_RUN, run_conditions
 from agentrl.workflow.store.reads.group_rows import fate_in_run
@@ -22,6 +22,7 @@ from agentrl.workflow.store.reads.paging import (
     search_page,
     select_page,
     select_values,
+    storable_value,
     text_order,
 )
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
@@ -36,6 +37,7 @@ from agentrl.workflow.store.row_codecs import (
     task_value,
 )
 from agentrl.workflow.store.solved_rule import MEMBERS, load_rule
+from agentrl.workflow.tables.column_values import EPISODE_STATUS, STOP_REASONS
 from agentrl.workflow.tables.step_values import JOIN_PROMPT, JOIN_PROMPT_IDS, PROMPT, PROMPT_IDS
 from agentrl.workflow.tables.views import FATE_CONDITIONS, FATES, CallRow, EpisodeRow, RewardRow, StepRow
 from agentrl.workflow.trajectory import TRUNCATED, Episode, Step, storable
@@ -56,7 +58,7 @@ _SORT_TABLES = {
          FROM episodes e) episodes""",
 }
 """The tables for the orders by a column that `episodes` does not have."""
-OUTCOMES = ("solved", "unsolved", "never_solved", "newly_lost")
+OUTCOMES = ("solved", "unsolved", "never_solved", "no_longer_solved")
 """The outcomes by which the list can be filtered: the episode is right; it is not; no episode of its task is; its group is not
 solved, but the task's group before was.
 """
@@ -114,6 +116,7 @@ _CONDITIONS = {
                      GROUP BY l.group_id
                      HAVING count(*) = (SELECT count(*) FROM group_resources WHERE group_id = :texts_of))""",
 }
+_CHOICES = {"status": EPISODE_STATUS, "stop_reason": STOP_REASONS, "outcome": OUTCOMES, "fate": FATES}
 _CALLS = "FROM tool_calls c WHERE c.episode_id = episodes.id AND c.attempt = episodes.attempt"
 _TEXTS = """
     (lower(final_answer) LIKE lower(:text) ESCAPE '!' OR lower(error) LIKE lower(:text) ESCAPE '!'
@@ -136,7 +139,7 @@ conditions that all rows of the list meet.
 @sql_read_transaction
 def list_episodes(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) -> Page[EpisodeRow]:
     """Return the episodes that the run sampled, ordered by id or by one of EPISODE_ORDERS. Raise ConfigError if there is no
-    such order, outcome or fate.
+    such order, status, stop reason, outcome or fate.
 
     With one of the fields `text`, `outcome`, `error_class` and `fate`, the list is searched in pieces: a page may have few
     rows, or none, and still be followed by another page (see `paging.search_page`).
@@ -159,14 +162,25 @@ def count_episodes(tx: Any, chosen: EpisodeFilter) -> int:
 
 @sql_read_transaction
 def check_names(tx: Any, chosen: EpisodeFilter) -> None:
-    """Raise NotFoundError if the run has no iteration with the filter's number, or no group of the task with its key."""
+    """Raise NotFoundError if the run does not have the iteration, the task or the group that the filter names."""
     run_row = run_id_and_name(tx, chosen.run)
     if chosen.iteration is not None:
         find_iteration(tx, run_row, chosen.iteration)
-    query = f"SELECT m.id FROM ({MEMBERS}) m JOIN tasks t ON t.id = m.task_id WHERE t.key = :task LIMIT 1"
-    if chosen.task is not None and not select_rows(tx, query, run_id=run_row["id"], task=storable(chosen.task)):
-        message = f"{run_row['name']!r} has sampled no task {chosen.task!r:.60}."
-        raise NotFoundError(message, f"List its tasks: agentrl tasks {run_row['name']}")
+    for field, (what, query, command) in _NAMES.items():
+        value = getattr(chosen, field)
+        if value is not None and not select_rows(tx, f"{query} LIMIT 1", run_id=run_row["id"], name=storable_value(value)):
+            message = f"{run_row['name']!r} has sampled no {what} {value!r:.60}."
+            raise NotFoundError(message, f"List its {command}: agentrl {command} {run_row['name']}")
+
+
+_GROUP_OF_RUN = "SELECT id FROM groups WHERE id = :name AND run_id = :run_id"
+_TASK_OF_RUN = f"SELECT m.id FROM ({MEMBERS}) m JOIN tasks t ON t.id = m.task_id WHERE t.key = :name"
+_NAMES = {
+    "task": ("task", _TASK_OF_RUN, "tasks"),
+    "group": ("group", _GROUP_OF_RUN, "episodes"),
+    "texts_of": ("group", _GROUP_OF_RUN, "episodes"),
+}
+"""For each field that names something of the run: what it names, the query that finds this, and the command that lists it."""
 
 
 @sql_read_transaction
@@ -184,7 +198,7 @@ def _table(sort: str) -> str:
 
 
 def _orders(tx: Any, chosen: EpisodeFilter) -> dict[str, str]:
-    by_id = FEW_BY_NUMBER if chosen.outcome == "newly_lost" else BY_NUMBER
+    by_id = FEW_BY_NUMBER if chosen.outcome == "no_longer_solved" else BY_NUMBER
     if is_sqlite(tx):
         return {**EPISODE_ORDERS, **by_id, "seconds": "(julianday(finished_at) - julianday(started_at))"}
     return {**EPISODE_ORDERS, **by_id, "seconds": "date_part('epoch', finished_at - started_at)"}
@@ -193,14 +207,13 @@ def _orders(tx: Any, chosen: EpisodeFilter) -> dict[str, str]:
 def _conditions(tx: Any, chosen: EpisodeFilter) -> tuple[list[str], list[str], dict[str, Any]]:
     """Return the filter's conditions, those that are slow to check, and the values of the parameters of both."""
     of_run, of_it = run_conditions(tx, chosen)
-    conditions, values = choose_conditions(chosen, _CONDITIONS)
-    if of_run == [OF_RUN] and ("group" in values or chosen.outcome == "newly_lost" or chosen.fate is not None):
+    conditions, values = choose_conditions(chosen, _CONDITIONS, _CHOICES)
+    if of_run == [OF_RUN] and ("group" in values or chosen.outcome == "no_longer_solved" or chosen.fate is not None):
         of_run = []  # these filters restrict the rows to the run; with this condition, a database would scan all its episodes
     tests, test_values = choose_conditions(chosen, _TESTS)
     if chosen.error_class is not None:
         conditions.append("(error_class = :error_class OR tool_errors > 0)")
     if chosen.fate is not None:
-        _check_word(chosen.fate, FATES, "fate")
         conditions.append(FATE_CONDITIONS[chosen.fate])
         test_values["run_name"] = run_id_and_name(tx, chosen.run)["name"]
     if chosen.truncated is not None:
@@ -211,16 +224,10 @@ def _conditions(tx: Any, chosen: EpisodeFilter) -> tuple[list[str], list[str], d
         test, texts = _text_test(chosen.text)
         tests, test_values = [*tests, test], test_values | texts
     if chosen.outcome is not None:
-        _check_word(chosen.outcome, OUTCOMES, "outcome")
         outcome, is_test, its = _outcome_condition(tx, chosen, of_run, of_it)
         (tests if is_test else conditions).append(outcome)
         values |= its | {"outcome": chosen.outcome}
     return of_run + conditions, tests, of_it | values | test_values
-
-
-def _check_word(word: str, words: Sequence[str], what: str) -> None:
-    if word not in words:
-        raise ConfigError(f"There is no {what} {word!r:.60}.", did_you_mean(word[:60], words))
 
 
 def _text_test(text: str) -> tuple[str, dict[str, Any]]:
@@ -251,7 +258,7 @@ def _outcome_condition(
     if outcome == "never_solved":
         never = f"SELECT task_id FROM ({rule.judged_groups(some)}) judged GROUP BY task_id HAVING max(solved) = 0"
         return f"task_id IN ({never})", False, rule.parameters
-    return f"group_id IN ({rule.lost_groups(some)})", False, rule.parameters
+    return f"group_id IN ({rule.groups_no_longer_solved(some)})", False, rule.parameters
 
 
 @sql_read_transaction

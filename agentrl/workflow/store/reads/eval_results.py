@@ -10,6 +10,7 @@ from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_re
 from agentrl.workflow.store.reads.paging import Page, Paging, choose_conditions, select_page
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.run_names import find_run
+from agentrl.workflow.tables.column_values import RUN_STATUS
 from agentrl.workflow.tables.step_values import FINAL_ANSWER
 from agentrl.workflow.tables.views import EvalRow
 from agentrl.workflow.trajectory import PolicyRef
@@ -46,9 +47,11 @@ _CONDITIONS = {"dataset": "dataset = :dataset", "split": "split = :split", "stat
 
 @sql_read_transaction
 def list_evals(tx: Any, chosen: EvalFilter | None = None, paging: Paging | None = None) -> Page[EvalRow]:
-    """Return evaluations, ordered by the evaluated version or by one of EVAL_ORDERS."""
+    """Return evaluations, ordered by the evaluated version or by one of EVAL_ORDERS. Raise ConfigError if there is no such
+    order or status.
+    """
     chosen = chosen or EvalFilter()
-    conditions, values = choose_conditions(chosen, _CONDITIONS)
+    conditions, values = choose_conditions(chosen, _CONDITIONS, {"status": RUN_STATUS})
     if chosen.measures is not None:
         conditions = ["id IN (SELECT id FROM runs WHERE measures_id = :measures)", *conditions]
         values["measures"] = run_id_and_name(tx, chosen.measures)["id"]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from agentrl.workflow.annotations import KINDS, SOURCES
 from agentrl.workflow.store.driver_reader import sql_read_transaction
 from agentrl.workflow.store.reads.changes import since_values
 from agentrl.workflow.store.reads.paging import BY_NUMBER, FEW_BY_NUMBER, Page, Paging, choose_conditions, select_page
@@ -61,8 +62,8 @@ _CONDITIONS = {"episode": "episode_id = :episode", "source": "source = :source",
 
 @sql_read_transaction
 def list_annotations(tx: Any, chosen: AnnotationFilter, paging: Paging | None = None) -> Page[AnnotationRow]:
-    """Return annotations in the order in which they were written."""
-    conditions, values = choose_conditions(chosen, _CONDITIONS)
+    """Return annotations in the order in which they were written. Raise ConfigError if there is no such kind or source."""
+    conditions, values = choose_conditions(chosen, _CONDITIONS, {"kind": KINDS, "source": SOURCES})
     if chosen.run is not None:
         conditions, values["run"] = ["run = :run", *conditions], run_id_and_name(tx, chosen.run)["name"]
     orders = BY_NUMBER if chosen.episode is None else FEW_BY_NUMBER

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
-from agentrl.workflow.store.reads.episode_rows import EpisodeFilter, count_episodes, list_episodes
+from agentrl.workflow.store.reads.episode_rows import EpisodeFilter, check_names, count_episodes, list_episodes
 from agentrl.workflow.store.reads.eval_results import load_questions
 from agentrl.workflow.store.reads.group_rows import load_sibling_fates, load_sibling_parts
+from agentrl.workflow.store.reads.iteration_rows import find_iteration
 from agentrl.workflow.store.reads.paging import Paging, select_values
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.reads.turn_rows import cut_column
@@ -37,7 +38,9 @@ COLUMNS: Mapping[str, EvidenceColumn] = {
     "reference": EvidenceColumn("reference", "the task's reference", "reference"),
     "reward": EvidenceColumn("reward", "the reward and its parts", "reward"),
     "advantage": EvidenceColumn("advantage", "how much better the episode is than its group", "advantage"),
-    "failed_call": EvidenceColumn("error", "the episode's error, or that of its first failed call", "errors"),
+    "failed_call": EvidenceColumn(
+        "error", "the episode's error, or that of its first failed call; (+2): it has two more", "errors"
+    ),
     "fate": EvidenceColumn("fate", "the episode's status, and whether an update trained on it", "status"),
     "steps": EvidenceColumn("turns", "turns of the policy", "steps"),
     "calls": EvidenceColumn("calls", "tool calls", "calls"),
@@ -47,6 +50,10 @@ COLUMNS: Mapping[str, EvidenceColumn] = {
 """The columns of the list, in their order."""
 
 
+EVIDENCE_FIELDS = (*EpisodeRow.COLUMNS, "task_id", "question", "parts", "failed_call", "more_errors", "fate")
+"""The fields of an episode in the list."""
+
+
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """A page of a list of episodes with their evidence.
@@ -54,7 +61,8 @@ class Evidence:
     Args:
         rows: the columns of `EpisodeRow`, with `task_id`, `question`, `parts` (part, value and weight of each part of the
             reward), `failed_call` (tool, error_class and the beginning of the first failed call's result; None if no call
-            failed) and `fate` (the episode's status, and whether an update trained on it).
+            failed), `more_errors` (the number of errors besides the episode's own error or, if it has none, besides that of
+            its first failed call) and `fate` (the episode's status, and whether an update trained on it).
         next: the cursor of the following page; empty on the last page.
         searched: the number of episodes that were checked for this page; None if the filter needs no search.
         total: the number of episodes that the complete search checks; None if the filter needs no search.
@@ -68,8 +76,12 @@ class Evidence:
 
 @sql_read_transaction
 def list_evidence(tx: Any, chosen: EpisodeFilter, paging: Paging | None = None) -> Evidence:
-    """Return a page of `list_episodes` as evidence."""
+    """Return a page of `list_episodes` as evidence. Raise NotFoundError if no episode matches because the run does not have the
+    iteration, the task or the group that the filter names.
+    """
     page = list_episodes(tx, chosen, paging)
+    if not (page.rows or page.next):
+        check_names(tx, chosen)
     is_whole = not (page.next or (paging and (paging.cursor or paging.offset)))
     total = page.searched if is_whole or page.searched is None else count_episodes(tx, chosen)
     return Evidence(add_evidence(tx, run_id_and_name(tx, chosen.run)["name"], page.rows), page.next, page.searched, total)
@@ -92,6 +104,7 @@ def add_evidence(tx: Any, run: str, rows: Sequence[EpisodeRow]) -> list[dict[str
             "question": questions.get(tasks[row.id], ""),
             "parts": [part for part in parts.get(row.id, ()) if part["reward_set"] == "default"],
             "failed_call": calls.get(row.id),
+            "more_errors": max(0, row.tool_errors - (not row.error)),
             "fate": fates.get(row.id),
         }
         for row in rows
@@ -109,12 +122,14 @@ def _load_failed_calls(tx: Any, episodes: Sequence[int]) -> dict[int, Row]:
 @sql_read_transaction
 def count_error_classes(tx: Any, run: str, iteration: int | None = None) -> list[Row]:
     """Return the classes of errors of a run's calls and episodes, the most frequent first. `iteration` (counted from 1) selects
-    one iteration.
+    one iteration. Raise NotFoundError if there is no such run or iteration.
 
     Each row has `error_class`, `tool`, the number of `errors`, and the number of `episodes` with such an error. `tool` is None
     if the episode itself failed, and empty if the call could not be parsed.
     """
     run_row = run_id_and_name(tx, run)
+    if iteration is not None:
+        find_iteration(tx, run_row, iteration)
     args: dict[str, Any] = {"run_id": run_row["id"]} | ({} if iteration is None else {"number": iteration - 1})
     numbers = "" if iteration is None else " AND i.number = :number"
     episodes = f"iterations i JOIN episodes e ON e.iteration_id = i.id WHERE i.run_id = :run_id{numbers}"

@@ -10,6 +10,7 @@ from agentrl.workflow.store.reads.changes import run_conditions
 from agentrl.workflow.store.reads.episode_shape import EpisodeShape, in_parts, load_shape, shape_value, step_columns
 from agentrl.workflow.store.reads.paging import Page, Paging, choose_conditions, select_page, select_values, storable_value
 from agentrl.workflow.store.reads.turn_rows import cut_column
+from agentrl.workflow.tables.column_values import WORK_STATUS
 from agentrl.workflow.tables.step_values import JOIN_PROMPT, PROMPT
 from agentrl.workflow.tables.views import EpisodeRow, GroupRow
 
@@ -43,9 +44,11 @@ _CONDITIONS = {
 
 @sql_read_transaction
 def list_groups(tx: Any, chosen: GroupFilter, paging: Paging | None = None) -> Page[GroupRow]:
-    """Return the groups that the run sampled, ordered by id or by one of GROUP_ORDERS."""
+    """Return the groups that the run sampled, ordered by id or by one of GROUP_ORDERS. Raise ConfigError if there is no such
+    order or status.
+    """
     of_run, of_it = run_conditions(tx, chosen)
-    conditions, values = choose_conditions(chosen, _CONDITIONS)
+    conditions, values = choose_conditions(chosen, _CONDITIONS, {"status": WORK_STATUS})
     paging = paging or Paging()
     return select_page(tx, GroupRow, of_run + conditions, of_it | values, paging, GROUP_ORDERS, "id", "groups")
 

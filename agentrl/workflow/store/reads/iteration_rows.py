@@ -22,6 +22,7 @@ from agentrl.workflow.store.reads.paging import (
 )
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.solved_rule import MEMBERS, load_rule
+from agentrl.workflow.tables.column_values import WORK_STATUS
 from agentrl.workflow.tables.views import IterationRow, UpdateRow
 
 ITERATION_ORDERS = {"iteration": "number"}
@@ -47,9 +48,9 @@ _CONDITIONS = {"status": "status = :status", "after": "number >= :after"}
 
 @sql_read_transaction
 def list_iterations(tx: Any, chosen: IterationFilter, paging: Paging | None = None) -> Page[IterationRow]:
-    """Return the run's iterations in order."""
+    """Return the run's iterations in order. Raise ConfigError if there is no such status."""
     run = run_id_and_name(tx, chosen.run)
-    conditions, values = choose_conditions(chosen, _CONDITIONS)
+    conditions, values = choose_conditions(chosen, _CONDITIONS, {"status": WORK_STATUS})
     conditions, values = [OF_RUN, *conditions], {"run_id": run["id"], **values}
     if chosen.since is not None:
         conditions = [*conditions, "number >= :first_open"]

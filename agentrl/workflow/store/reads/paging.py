@@ -305,16 +305,33 @@ def _page_query(kind: type[ViewRow], table: str, conditions: Sequence[str], colu
     return f"SELECT {columns}, sorted_by FROM {page} JOIN {kind.VIEW} v ON v.id = page.id ORDER BY {again}"
 
 
-def choose_conditions(filter_: object, conditions: Mapping[str, str]) -> tuple[list[str], dict[str, Any]]:
+def choose_conditions(
+    filter_: object, conditions: Mapping[str, str], choices: Mapping[str, Sequence[str]] | None = None
+) -> tuple[list[str], dict[str, Any]]:
     """Return SQL conditions for the fields that are set in a filter, and the values of the conditions' parameters.
 
-    The values are converted to values that every database accepts. `conditions` has the condition of each field, by the field's
-    name. The condition of `text` is a LIKE with `!` as its escape character.
+    The values are converted to values that every database accepts. Raise ConfigError if a field has none of its `choices`.
+
+    Args:
+        conditions: the condition of each field, by the field's name. The condition of `text` is a LIKE with `!` as its escape
+            character.
+        choices: the possible values of each field that has only a few, by the field's name.
     """
+    for name, words in (choices or {}).items():
+        if (word := getattr(filter_, name)) is not None:
+            check_choice(word, words, name.replace("_", " "))
     values = {name: storable_value(value) for name in conditions if (value := getattr(filter_, name)) is not None}
     if "text" in values:
         values["text"] = f"%{escape_like(values['text'])}%"
     return [conditions[name] for name in values], values
+
+
+def check_choice(word: str, words: Sequence[str], what: str) -> None:
+    """Raise ConfigError, with all choices, if a word is none of them. `what` says what the words name."""
+    if word not in words:
+        hint = did_you_mean(str(word)[:60], words)
+        known = f"The {what} is one of {', '.join(words)}."
+        raise ConfigError(f"There is no {what} {word!r:.60}.", f"{hint} {known}" if hint.startswith("Did") else known)
 
 
 def escape_like(text: str) -> str:

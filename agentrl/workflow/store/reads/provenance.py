@@ -9,6 +9,7 @@ from sqlalchemy import Connection, select
 
 from agentrl.workflow.errors import NotFoundError, StateError
 from agentrl.workflow.rewards import Part
+from agentrl.workflow.runtime.shown_text import format_count
 from agentrl.workflow.store.connect import read_transaction
 from agentrl.workflow.store.episode_loader import message_value, part_values
 from agentrl.workflow.store.iterations import wanted_groups
@@ -188,7 +189,9 @@ def _find_iteration(tx: Connection, run: Mapping[str, Any], number: int | None) 
     if run["kind"] != "train":
         raise StateError(f"{name!r} does not train: it is of kind {run['kind']}.", "Name a training run: agentrl runs")
     if number is not None and not 1 <= number <= run["iterations"]:
-        raise NotFoundError(f"{name!r} has {run['iterations']} iterations, counted from 1; there is no iteration {number}.")
+        raise NotFoundError(
+            f"{name!r} has {format_count(run['iterations'], 'iteration')}, counted from 1; there is no iteration {number}."
+        )
     query = select(schema.iterations).where(iterations.run_id == run["id"], iterations.status == "done")
     query = query if number is None else query.where(iterations.number == number - 1)
     rows = tx.execute(query.order_by(iterations.number.desc())).all()

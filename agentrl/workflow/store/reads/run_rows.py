@@ -17,6 +17,7 @@ from agentrl.workflow.store.reads.paging import (
 from agentrl.workflow.store.row_codecs import MAX_ID
 from agentrl.workflow.store.run_names import find_run
 from agentrl.workflow.store.solved_rule import load_rule
+from agentrl.workflow.tables.column_values import RUN_KINDS, RUN_STATUS
 from agentrl.workflow.tables.step_values import FINAL_ANSWER
 from agentrl.workflow.tables.views import RunRow
 from agentrl.workflow.trajectory import storable
@@ -60,8 +61,10 @@ _CONDITIONS = {
 
 @sql_read_transaction
 def list_runs(tx: Any, chosen: RunFilter | None = None, paging: Paging | None = None) -> Page[RunRow]:
-    """Return runs, newest first or ordered by one of RUN_ORDERS."""
-    conditions, values = choose_conditions(chosen or RunFilter(), _CONDITIONS)
+    """Return runs, newest first or ordered by one of RUN_ORDERS. Raise ConfigError if there is no such order, status or
+    kind.
+    """
+    conditions, values = choose_conditions(chosen or RunFilter(), _CONDITIONS, {"status": RUN_STATUS, "kind": RUN_KINDS})
     own = [] if chosen is not None and chosen.kind == "eval" else ["measures IS NULL"]
     return select_page(tx, RunRow, [*own, *conditions], values, paging or Paging(), RUN_ORDERS, "-id")
 

@@ -11,6 +11,11 @@ from agentrl.workflow.store.reads.run_rows import run_id_and_name
 
 REST = "unexplained"
 """The part with the seconds that no other part explains."""
+REST_MEANS = {
+    "run": "workers started, checkpoints were written, messages travelled",
+    "episodes": "they waited for others of their batch, or your agent worked",
+}
+"""What mostly happens in the seconds of REST, in a run and in its episodes."""
 MAX_UPDATE_SECONDS = 1e9
 Span = tuple[datetime, datetime]
 
@@ -30,7 +35,8 @@ def load_run_seconds(tx: Any, run: str, episodes: bool = True) -> list[Row]:
 
     Rows with `of` = "run" divide the time from the run's start to its end, or of an open run to the newest time in its
     iterations: an iteration's rollout, an update, both at once (`rollout and update`), the time in which the run was stopped
-    before it was resumed (`stopped`), and the rest (`unexplained`).
+    before it was resumed (`stopped`), and the rest (`unexplained`). The evaluations that the run planned are runs of their own:
+    their seconds are no part of it.
 
     Rows with `of` = "episodes" divide the seconds of the ended episodes, added up. Episodes run at the same time, so the total
     may exceed that of the run. The part `counted twice` is negative: tool calls of an episode ran at the same time.

@@ -303,7 +303,7 @@ def _describe(
     score, tasks = first.score(first.scored_on)
     scores = "" if score is None else f"The first scores {cell(score)} on {_count_tasks(tasks, first.scored_on)}."
     if not others:
-        critic = f"The critic was called {calls} times, and none of its edits could be used."
+        critic = f"The critic was called {format_count(calls, 'time')}, and none of its edits could be used."
         why = (
             critic
             if calls and not is_open

@@ -12,7 +12,15 @@ from typing import Any
 from agentrl.workflow.errors import ConfigError, NotFoundError, did_you_mean
 from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
 from agentrl.workflow.store.reads.eval_results import load_questions
-from agentrl.workflow.store.reads.paging import cursor_error, decode_cursor, encode_cursor, escape_like, is_id, storable_value
+from agentrl.workflow.store.reads.paging import (
+    check_choice,
+    cursor_error,
+    decode_cursor,
+    encode_cursor,
+    escape_like,
+    is_id,
+    storable_value,
+)
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.solved_rule import ID_RANGE, MEMBERS, SolvedRule, load_rule
 from agentrl.workflow.trajectory import storable
@@ -26,6 +34,11 @@ TASK_ORDERS = {
     "first_solved": "s.first_solved", "last_solved": "s.last_solved", "best": "s.best", "worst": "s.worst",
 }  # fmt: skip
 """The names by which the list can be sorted, each with its column. `change` is the last mean reward less the first one."""
+TASK_FIELDS = (
+    "task_id", "task", "reference", "role", "groups", "mean_reward", "question", "points", "last_reward", "judged_groups",
+    "solved_groups", "change", "first_solved", "last_solved", "never_solved", "no_longer_solved", "best", "worst",
+)  # fmt: skip
+"""The fields of a task in the list."""
 TASK_OUTCOMES = {
     "solved": "s.solved > 0",
     "never_solved": "s.solved = 0",
@@ -66,8 +79,8 @@ def list_tasks(
     """
     size = min(size, MAX_TASKS)
     run_id = run_id_and_name(tx, run)["id"]
-    if outcome and outcome not in TASK_OUTCOMES:
-        raise ConfigError(f"There is no outcome {outcome!r:.60}.", did_you_mean(outcome[:60], TASK_OUTCOMES))
+    if outcome:
+        check_choice(outcome, [*TASK_OUTCOMES], "outcome")
     digest = blake2s(f"{run_id} {sort} {text} {outcome}".encode("utf-8", "replace"), digest_size=6).hexdigest()
     offset, rule, order = _parse_cursor(cursor, digest), load_rule(tx, run_id), _order(sort)
     texts = ("t.key", "t.reference", "CAST(t.messages AS TEXT)")

@@ -152,6 +152,11 @@ def load_tokens(tx: Any, steps: Sequence[int]) -> dict[int, StepTokens]:
     """Return the tokens of each step, by the id of the step's row. Raise StateError if the tokens of one were removed."""
     if removed := find_removed_tokens(tx, steps):
         raise removed.error()
+    return read_tokens(tx, steps)
+
+
+def read_tokens(tx: Any, steps: Sequence[int]) -> dict[int, StepTokens]:
+    """Return the tokens of each step like `load_tokens`. None of the tokens may have been removed."""
     tokens: dict[int, StepTokens] = {}
     for some in in_parts(steps):
         query = f"""

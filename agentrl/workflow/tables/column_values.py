@@ -1,0 +1,17 @@
+"""The values of columns that have only a few: what a filter may ask for, and what the constraints of the tables allow."""
+
+from typing import get_args
+
+from agentrl.workflow.trajectory import TRANSITIONS, StopReason
+
+RUN_STATUS = ("planned", "running", "paused", "done", "failed", "cancelled")
+WORK_STATUS = ("planned", "running", "done", "cancelled")
+"""The statuses of an iteration, and of a group."""
+EPISODE_STATUS = tuple(TRANSITIONS)
+STOP_REASONS = get_args(StopReason)
+CALL_STATUS = ("pending", "started", "done", "unknown_outcome", "unobserved")
+EFFECTS = ("none", "repeatable", "once")
+CALL_KINDS = ("call", "grade", "agent")
+RUN_KINDS = ("train", "eval", "fork", "serve", "search", "import")
+TASK_ROLES = ("train", "choose", "held_out")
+AGENT_STATUS = ("pending", "running", "ended", "lost")
