@@ -3,6 +3,11 @@ Workers `ranks` on other hosts can start some of them (`rendezvous`); such a ran
 
 The ranks keep running between updates and between runs. If a rank ends, reports an error or hangs, all ranks are killed,
 because the others would wait for it. The update is then made again, by new ranks, from the last checkpoint.
+
+No late message of a lost rank or of an earlier job is taken for a new one. Each group has its own sockets, and its own keys in
+the store by which its ranks find each other. A command is sent after all ranks have replied to the command before, and after
+any error the sockets are closed. A rank whose socket is closed ends within two beats, or, if its host is cut off, after
+SILENCE_SECONDS.
 """
 
 import json
