@@ -97,8 +97,9 @@ killed-sampler: .venv/.bench
 	$(BIN)/python -m bench.faults.killed_sampler
 
 # The same run on five hosts with TLS, left alone and disturbed (as root: network namespaces): some minutes, into build/hosts.json.
+# `make hosts train_hosts=2` disturbs a run that trains on two hosts.
 hosts: env
-	$(BIN)/python -m bench.faults.hosts
+	$(BIN)/python -m bench.faults.hosts $(if $(train_hosts),--train-hosts $(train_hosts))
 
 # Every algorithm on arithmetic, 96 iterations with 3 seeds each: an hour or two, into build/learn.json, .md and .svg; what is
 # there already is not run again. `make learn only=grpo,ppo seeds=0 jobs=1` runs those.

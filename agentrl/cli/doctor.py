@@ -210,7 +210,7 @@ def _checkpoints(where: Any) -> Check:
 
 
 def _ranks_host(where: Any) -> Check:
-    from agentrl.workers.ranks.host_meeting import interfaces_at, listen
+    from agentrl.workers.ranks.rendezvous import interfaces_at, listen
 
     try:
         with listen() as server:

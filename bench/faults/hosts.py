@@ -9,6 +9,9 @@ a Redis, both with TLS and a password, and an S3 store for checkpoints. While th
 - the tools host's clock is two minutes ahead (with libfaketime, where it is installed);
 - the disk of a sampling host is full for a while;
 - the training host is cut off for a minute.
+
+With `--train-hosts 2`, the disturbed run trains on two hosts with one rank each. The second one is also lost once, and cut off
+once.
 """
 
 import argparse
@@ -38,7 +41,16 @@ from tests.support.network_machines import BUCKET, Host, certificate, network, p
 from tests.support.real_stack import SMALL
 from tests.support.small_models import tiny_random
 
-ROLES = {"sampler-1": ("rollout",), "sampler-2": ("rollout",), "tools": ("tools",), "trainer": ("train", "control"), "desk": ()}
+ROLES = {
+    "sampler-1": ("rollout",),
+    "sampler-2": ("rollout",),
+    "tools": ("tools",),
+    "trainer": ("train", "control"),
+    "trainer-2": ("ranks",),
+    "desk": (),
+}
+RANKS = {1: ("-s", "update.devices=2"), 2: ("-s", "update.devices=1", "-s", "update.hosts=2")}
+"""The options of a run of two ranks, by the number of train hosts."""
 TASKS = 480
 """The tasks of the run, four in an iteration. The run must go on after the last disturbance."""
 CUT_SECONDS = 60.0
@@ -83,6 +95,7 @@ class Site:
         own = {"AGENTRL_HOME": str(self.folder / host), "AGENTRL_LEASE_SECONDS": "10", "AGENTRL_TICK_SECONDS": "1"}
         fake = {"LD_PRELOAD": FAKETIME, "FAKETIME": f"+{self.ahead}s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
         skewed = fake if host == "tools" and self.ahead else {}
+        own["AGENTRL_RANKS_HOST"] = self.hosts[host].address
         return {**os.environ, **self.services, **own, "AGENTRL_DEVICE": "cpu", "AGENTRL_THREADS": "1", **skewed}
 
     def start(self, host: str) -> None:
@@ -119,7 +132,7 @@ class Site:
 
 @contextmanager
 def site(folder: Path) -> Iterator[Site]:
-    """The five hosts and the services, and a worker on each host that has a role."""
+    """The hosts and the services."""
     with ExitStack() as stack:
         net, hosts = stack.enter_context(network(list(ROLES)))
         tls = certificate(folder, net.address)
@@ -140,10 +153,10 @@ def site(folder: Path) -> Iterator[Site]:
         yield made
 
 
-def played(where: Site, name: str, disturb: "Mapping[int, Callable[[], None]]") -> dict[str, Any]:
+def played(where: Site, name: str, train_hosts: int, disturb: "Mapping[int, Callable[[], None]]") -> dict[str, Any]:
     """Play a run; return its tokens and weights. `disturb` has what to do once so many iterations are done."""
     asked = ["submit", "--dataset", "arithmetic", "--model", str(where.model), "--max-tasks", str(TASKS), "--name", name]
-    exact = ("-s", "model.numerics=exact", "-s", "update.devices=2", "--seed", "0", "--detach")
+    exact = ("-s", "model.numerics=exact", *RANKS[train_hosts], "--seed", "0", "--detach")
     began = time.monotonic()
     where.agentrl(*asked, *SMALL, *exact)
     left, stored = dict(disturb), Database(where.services["AGENTRL_DATABASE_URL"])
@@ -173,7 +186,7 @@ def played(where: Site, name: str, disturb: "Mapping[int, Callable[[], None]]") 
     }
 
 
-def disturbances(where: Site, told: list[str]) -> "Mapping[int, Callable[[], None]]":
+def disturbances(where: Site, train_hosts: int, told: list[str]) -> "Mapping[int, Callable[[], None]]":
     """What is done to the hosts, by the number of iterations that are done then. Each says in `told` what it did."""
 
     def say(what: str) -> None:
@@ -206,18 +219,20 @@ def disturbances(where: Site, told: list[str]) -> "Mapping[int, Callable[[], Non
         (disk / "filler").unlink()
 
     moments = (5, partial(cut, "sampler-1")), (60, partial(lose, "sampler-2")), (75, partial(lose, "trainer"))
-    return dict([*moments, (90, fill), (105, partial(cut, "trainer"))])
+    of_second = [(20, partial(lose, "trainer-2")), (35, partial(cut, "trainer-2"))] if train_hosts > 1 else []
+    return dict(sorted([*moments, *of_second, (90, fill), (105, partial(cut, "trainer"))]))
 
 
 def main() -> None:
     """Play both runs, compare them, and exit with 1 if they differ."""
     parser = argparse.ArgumentParser(prog="python -m bench.faults.hosts", description=__doc__)
     parser.add_argument("--json", type=Path, default=Path("build/hosts.json"))
+    parser.add_argument("--train-hosts", type=int, choices=RANKS, default=1)
     asked = parser.parse_args()
     with TemporaryDirectory(prefix="arl-hosts-", dir="/tmp") as folder, site(Path(folder)) as where:
-        for host in ROLES:
+        for host in [name for name in ROLES if name != "trainer-2" or asked.train_hosts > 1]:
             where.start(host)
-        calm = played(where, "calm", {})
+        calm = played(where, "calm", 1, {})
         print(f"undisturbed: {calm['status']} in {calm['seconds']} s, {calm['turns']} turns", flush=True)
         told: list[str] = []
         if Path(FAKETIME).exists():
@@ -225,7 +240,7 @@ def main() -> None:
             where.ahead = AHEAD_SECONDS
             where.start("tools")
             told.append(f"the clock of the tools host is {AHEAD_SECONDS} s ahead")
-        struck = played(where, "struck", disturbances(where, told))
+        struck = played(where, "struck", asked.train_hosts, disturbances(where, asked.train_hosts, told))
         print(f"disturbed: {struck['status']} in {struck['seconds']} s, {struck['turns']} turns", flush=True)
         empty = [run for run in (calm, struck) if run["status"] != "done" or not (run["turns"] and run["weights"])]
         differs = [part for part in ("status", "turns", "tokens", "weights") if calm[part] != struck[part]]

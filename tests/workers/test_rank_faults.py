@@ -112,12 +112,27 @@ def test_ranks_of_fenced_trainer_are_killed(crew: Crew, undisturbed: record.Reco
     assert record.violations(record.read(crew.home), undisturbed, "") == []
 
 
+def end_waiting_leader(crew: Crew, train: Child) -> None:
+    """Send SIGTERM to a train worker that waits for another host. It ends soon, and releases its claim."""
+    crew.wait(lambda: crew.count("SELECT count(*) FROM rank_meetings") == 1, "a train worker that waits for a host")
+    began = time.monotonic()
+    train.kill(signal.SIGTERM)
+    assert train.end() == 0
+    assert time.monotonic() - began < END_SECONDS
+    assert crew.count("SELECT count(*) FROM rank_meetings") == 0
+    assert crew.count("SELECT count(*) FROM iterations WHERE worker <> '' AND status <> 'done'") == 0
+
+
 @pytest.mark.parametrize("lost", ["ranks", "train"])
 def test_update_is_made_again_after_lost_host(lost: str, crew: Crew, undisturbed: record.Record) -> None:
     """The rows and weights are those of a run on two devices of one host."""
     crew.environment["AGENTRL_RANKS_HOST"] = "127.0.0.1"
-    workers = {**crew.fork_all(), "ranks": crew.fork("ranks")}
+    workers = crew.fork_all()
     crew.submit(**{**RUN, "update__devices": 1, "update__hosts": 2})
+    if lost == "train":
+        end_waiting_leader(crew, workers["train"])
+        workers["train"] = crew.fork("train")
+    workers["ranks"] = crew.fork("ranks")
     crew.wait(lambda: arrivals(crew.home, "update") == 2, "two ranks in an update")
     ranks = [*ranks_of(workers["train"]), *ranks_of(workers["ranks"])]
     assert len(ranks) == 2

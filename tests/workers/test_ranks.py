@@ -24,7 +24,7 @@ from agentrl.workers.ranks.ranked_trainer import RankedTrainer
 from agentrl.workflow import checkpoints, trainers
 from agentrl.workflow.checkpoints import sha256_file
 from agentrl.workflow.config import RunConfig, build
-from agentrl.workflow.errors import BrokenCheckpoint, ConfigError, InfraError, RankLost
+from agentrl.workflow.errors import ConfigError, InfraError, RankLost
 from agentrl.workflow.models.devices import devices_of_ranks
 from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import settings
@@ -33,6 +33,7 @@ from agentrl.workflow.training.trainer import Trainer
 from agentrl.workflow.training.training_rows import TokenLayout, row_tokens
 from agentrl.workflow.trajectory import ROOT, Group, Message
 from tests.support import rank_plugins
+from tests.support.counted_checks import LOG
 from tests.support.small_models import quantised
 from tests.training.test_trainer import folder as folder
 from tests.training.test_trainer import groups_of
@@ -238,9 +239,28 @@ def test_ranks_that_differ_or_fail_are_killed(doomed: RankGroup, folder: Path, n
 
 
 @pytest.mark.slow
-def test_ranks_report_a_broken_checkpoint_as_it_is(doomed: RankGroup, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(BrokenCheckpoint):
-        ranked(doomed, folder, config(**FULL)).load(tmp_path / "none")
+def test_first_rank_of_a_host_checks_a_checkpoint(home: Path, doomed: RankGroup, folder: Path, tmp_path: Path) -> None:
+    """Each byte is read for a check once, when it is fetched or found; each rank reports a broken checkpoint as it is."""
+    trainer = ranked(doomed, folder, config(**FULL, **{"algorithm.name": "tests.support.counted_checks:counted"}))
+    trainer.load(None)
+    (tmp_path / "runs").mkdir()
+    for path in (f"file://{tmp_path}/runs/stored", str(tmp_path / "runs" / "plain")):
+        sha256 = checkpoints.write(path, trainer.save)
+        for _ in range(2):
+            home.mkdir(exist_ok=True)
+            (home / LOG).write_text("")
+            trainer.load(path, sha256)
+            checks = (home / LOG).read_text().splitlines()
+            assert len(checks) == len(set(checks)) > 2
+            assert {check.split()[0] for check in checks} == {"0"}
+    missing = RankCommand("load", {**trainer._run, "checkpoint": (f"file://{tmp_path}/runs/none", "", "all")})
+    doomed._send(missing)
+    for rank in doomed._ranks:
+        with rank.link.makefile("rb") as lines:
+            error = next(values["error"] for values in map(json.loads, lines) if "error" in values)
+        assert (error["class"], error["rank"]) == ("BrokenCheckpoint", 0)
+    with pytest.raises(RankLost, match="ended in the load"):
+        trainer.load(None)
     assert not doomed.is_alive
 
 

@@ -17,12 +17,20 @@ from logging import getLogger
 from agentrl.workers.jobs import broken_checkpoints, search_step
 from agentrl.workers.jobs.lost_device import end_if_device_lost
 from agentrl.workers.jobs.model_slot import LoadedModel, models
-from agentrl.workers.ranks.host_meeting import HostMeeting, check_hosts
 from agentrl.workers.ranks.rank_group import close_group, group_for
 from agentrl.workers.ranks.ranked_trainer import RankedTrainer
+from agentrl.workers.ranks.rendezvous import Rendezvous, check_hosts
 from agentrl.workers.stack.celery_app import app, row_id
 from agentrl.workers.stack.dispatch import dispatch, send_train
-from agentrl.workers.stack.process import claim_name, confirm_base, database, heartbeat, refuse_overlap, write_when_possible
+from agentrl.workers.stack.process import (
+    claim_name,
+    confirm_base,
+    database,
+    heartbeat,
+    refuse_overlap,
+    stopping,
+    write_when_possible,
+)
 from agentrl.workflow import checkpoints, trainers
 from agentrl.workflow.checkpoints import epoch_links as links
 from agentrl.workflow.errors import AgentRLError, CheckpointError, ConfigError, Fenced, ModelError, ServiceError
@@ -73,7 +81,7 @@ def _train_claimed(work: IterationWork) -> None:
         published = _run_iteration(work, fenced)
     except Fenced as error:
         log.info("%s", error)
-    except ServiceError as error:  # the database was away for long: this costs the iteration no attempt
+    except ServiceError as error:  # a service was away for long, or this worker ends: this costs the iteration no attempt
         log.warning("iteration %d of %s is released: %s", work.iteration, work.run, error)
         write_when_possible(partial(train_claims.hand_back_iteration, database(), work.id, work.token))
     except (ConfigError, ModelError, CheckpointError) as error:
@@ -262,7 +270,7 @@ def _fail_run(work: IterationWork, error: Exception) -> None:
 def _devices(experiment: Experiment) -> list[str]:
     """Return the devices of this host on which the run is updated; with several devices or hosts, each has a rank."""
     update = experiment.config.update
-    return devices_of_ranks(update.devices, settings().device, experiment.config.model.numerics, update.hosts)
+    return devices_of_ranks(update.devices, settings().device, experiment.config.model.numerics, update.hosts > 1)
 
 
 def _has_ranks(experiment: Experiment, devices: Sequence[str]) -> bool:
@@ -302,8 +310,9 @@ def _start_trainer(
     config = experiment.config
     if config.update.hosts > 1:
         check_hosts(config.update.hosts)
-        meeting = HostMeeting(config.update.hosts, str(config.update.devices), config.model.numerics, database(), fenced)
-        return RankedTrainer(group_for(devices, meeting), policy, config, work.iterations, work.policy.base)
+        wanted = (config.update.hosts, str(config.update.devices), config.model.numerics)
+        group = group_for(devices, Rendezvous(*wanted, database(), fenced, stopping))
+        return RankedTrainer(group, policy, config, work.iterations, work.policy.base)
     if len(devices) > 1:
         return RankedTrainer(group_for(devices), policy, config, work.iterations)
     close_group()  # ranks of an earlier run take memory

@@ -13,10 +13,13 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
+
+from agentrl.workers.ranks.rank_process import RankPlace
 
 PR_SET_PDEATHSIG = 1
 BEAT_SECONDS = 1.0
@@ -65,15 +68,11 @@ class RankReplies:
             self.send({"microbatches": self.microbatches})
 
 
-def main(rank: int, count: int, here: int, device: str, store: str, descriptor: int, worker: int) -> None:
+def main(place: RankPlace, descriptor: int, worker: int) -> None:
     """Serve commands as one rank until the train worker closes the socket.
 
     Args:
-        rank, count: the number of this rank, from 0, and the number of ranks.
-        here: the number of ranks on this host.
-        device: the device of this rank.
-        store: the URL at which the ranks find each other: `file://` with a file in memory, or `tcp://HOST:PORT` with torch's
-            TCPStore. Rank 0 serves the TCPStore: in its URL, `fd` is the descriptor of the listening socket.
+        place: the place of this rank in its group.
         descriptor: the descriptor of this rank's end of the socket between it and the train worker.
         worker: the pid of the worker that starts this rank. If that worker ends, the kernel kills this process.
     """
@@ -84,38 +83,37 @@ def main(rank: int, count: int, here: int, device: str, store: str, descriptor: 
     link = socket.socket(fileno=descriptor)
     replies = RankReplies(link)
     threading.Thread(target=replies.beat, name="beat", daemon=True).start()
-    from agentrl.workers.ranks.rank_messages import encode_error, read_command
+    from agentrl.workers.ranks.rank_messages import encode_error
+
+    try:
+        with _limit_join(place, replies):
+            server = _join(place, replies)
+        _serve(server, link, replies)
+    except Exception as error:  # noqa: BLE001 - the worker reports it, and ends this process
+        replies.send({"error": encode_error(error)})
+
+
+@contextmanager
+def _limit_join(place: RankPlace, replies: RankReplies) -> Iterator[None]:
+    """End this process with an error if the context takes longer than JOIN_SECONDS, and some ranks are on other hosts."""
+    from agentrl.workers.ranks.rank_messages import encode_error
     from agentrl.workflow.errors import InfraError
 
     def give_up() -> None:
         reason = f"It could not connect to the other ranks within {JOIN_SECONDS:g} s. Let TCP through between the hosts."
-        replies.send({"error": encode_error(InfraError(f"Rank {rank} of {count}: {reason}"))})
+        replies.send({"error": encode_error(InfraError(f"Rank {place.rank} of {place.count}: {reason}"))})
         os._exit(1)
 
     timer = threading.Timer(JOIN_SECONDS, give_up)
     timer.daemon = True
-    if here < count:
+    if place.has_other_hosts:
         timer.start()
-    try:
-        server = _join(rank, count, here, device, store, replies)
-    except Exception as error:  # noqa: BLE001 - the worker reports it
-        replies.send({"error": encode_error(error)})
-        return
+    yield
     timer.cancel()
-    arrivals = select.poll()
-    arrivals.register(link, select.POLLIN)
-    idle_ms = IDLE_SECONDS * 1000 if link.family != socket.AF_UNIX else None
-    with link.makefile("rb") as commands:
-        while arrivals.poll(idle_ms) and (command := read_command(commands)) is not None:
-            try:
-                result = server.run(command)
-            except Exception as error:  # noqa: BLE001 - the worker reports it, and ends this process
-                replies.send({"error": encode_error(error)})
-                return
-            replies.send({"result": result})
 
 
-def _join(rank: int, count: int, here: int, device: str, store: str, replies: RankReplies) -> Any:
+def _join(place: RankPlace, replies: RankReplies) -> Any:
+    """Join the process group. Return the `RankServer` of this rank."""
     import torch
     import torch.distributed as dist
 
@@ -123,41 +121,55 @@ def _join(rank: int, count: int, here: int, device: str, store: str, replies: Ra
     from agentrl.workflow.settings import settings
     from agentrl.workflow.training.ranks import Ranks
 
+    device = place.device
     on_gpu = device.startswith("cuda")
     if on_gpu:
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(settings().threads or max(1, len(os.sched_getaffinity(0)) // here))
+        torch.set_num_threads(settings().threads or max(1, len(os.sched_getaffinity(0)) // place.local_count))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        rank=rank,
-        world_size=count,
+        rank=place.rank,
+        world_size=place.count,
         timeout=UNLIMITED,
         device_id=torch.device(device) if on_gpu else None,
-        **_open_store(rank, count, store),
+        **_open_store(place),
     )
-    return RankServer(Ranks(rank, count, replies.count_microbatch, replies.report_files), device, here < count, replies.send)
+    ranks = Ranks(place.rank, place.count, replies.count_microbatch, replies.report_files, place.local_rank)
+    return RankServer(ranks, device, place.has_other_hosts, replies.send)
 
 
-def _open_store(rank: int, count: int, url: str) -> dict[str, Any]:
+def _open_store(place: RankPlace) -> dict[str, Any]:
     """Return the arguments of `init_process_group` that name the store at which the ranks find each other."""
     import torch.distributed as dist
 
-    place = urlsplit(url)
-    if place.scheme == "file":
-        return {"init_method": url}
-    host, _, port = place.netloc.rpartition(":")
+    url = urlsplit(place.store)
+    if url.scheme == "file":
+        return {"init_method": place.store}
+    host, _, port = url.netloc.rpartition(":")
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host,
         int(port),
-        count,
-        is_master=rank == 0,
+        place.count,
+        is_master=place.rank == 0,
         timeout=UNLIMITED,
         wait_for_workers=False,
-        master_listen_fd=int(place.query.removeprefix("fd=")) if place.query else None,  # else torch listens on all addresses
+        master_listen_fd=int(url.query.removeprefix("fd=")) if url.query else None,  # else torch listens on all addresses
     )
-    return {"store": store}
+    return {"store": dist.PrefixStore(url.path.strip("/"), store)}  # type: ignore[attr-defined]
+
+
+def _serve(server: Any, link: socket.socket, replies: RankReplies) -> None:
+    """Run commands until the train worker closes the socket. A rank on another host also ends after IDLE_SECONDS."""
+    from agentrl.workers.ranks.rank_messages import read_command
+
+    arrivals = select.poll()
+    arrivals.register(link, select.POLLIN)
+    idle_ms = IDLE_SECONDS * 1000 if link.family != socket.AF_UNIX else None
+    with link.makefile("rb") as commands:
+        while arrivals.poll(idle_ms) and (command := read_command(commands)) is not None:
+            replies.send({"result": server.run(command)})
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5], int(sys.argv[6]), int(sys.argv[7]))
+    main(RankPlace(**json.loads(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))

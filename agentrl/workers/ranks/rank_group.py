@@ -1,12 +1,18 @@
 """The ranks of this worker. The worker starts them, sends each command to all of them, watches them, and kills them together.
-Workers `ranks` on other hosts can start some of them (`host_meeting`); such a rank ends when this worker closes its link.
+Workers `ranks` on other hosts can start some of them (`rendezvous`); such a rank ends when this worker closes its link.
 
 The ranks keep running between updates and between runs. If a rank ends, reports an error or hangs, all ranks are killed,
 because the others would wait for it. The update is then made again, by new ranks, from the last checkpoint.
+
+No late message of a lost rank or of an earlier job is taken for a new one. Each group has its own sockets, and its own keys in
+the store by which its ranks find each other. A command is sent after all ranks have replied to the command before, and after
+any error the sockets are closed. A rank whose socket is closed ends within two beats, or, if its host is cut off, after
+SILENCE_SECONDS.
 """
 
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -19,9 +25,9 @@ from dataclasses import dataclass, field
 from logging import getLogger
 from typing import Any
 
-from agentrl.workers.ranks.host_meeting import HostMeeting, JoinedHost, interfaces_at, listen
 from agentrl.workers.ranks.rank_messages import RankCommand, decode_error
-from agentrl.workers.ranks.rank_process import RankPlace, kill_rank, start_rank
+from agentrl.workers.ranks.rank_process import RankPlace, kill_ranks, start_rank
+from agentrl.workers.ranks.rendezvous import JoinedHost, Rendezvous, interfaces_at, listen
 from agentrl.workflow.errors import AgentRLError, Fenced, InfraError, RankLost
 from agentrl.workflow.settings import settings
 
@@ -93,21 +99,21 @@ class Rank:
 
 @dataclass
 class RankGroup:
-    """Running ranks, one for each of `devices`, and those of the other hosts of `meeting`. Use `start` to make a group."""
+    """Running ranks, one for each of `devices`, and those of the other hosts of `rendezvous`. Use `start` to make a group."""
 
     devices: Sequence[str]
-    meeting: HostMeeting | None = None
+    rendezvous: Rendezvous | None = None
     _ranks: list[Rank] = field(default_factory=list)
 
     @classmethod
-    def start(cls, devices: Sequence[str], meeting: HostMeeting | None = None) -> "RankGroup":
+    def start(cls, devices: Sequence[str], rendezvous: Rendezvous | None = None) -> "RankGroup":
         """Start a rank for each device. If the start of a rank fails, the first command reports the error.
 
-        With a `meeting`, wait for the ranks of other hosts, and raise what `HostMeeting.gather` raises.
+        With a `rendezvous`, wait for the ranks of other hosts, and raise what `Rendezvous.gather` raises.
         """
-        group = cls(tuple(devices), meeting)
+        group = cls(tuple(devices), rendezvous)
         try:
-            if meeting is None:
+            if rendezvous is None:
                 # The ranks find each other by a file in memory. It has no name, so only they can open it. It ends with them.
                 store = os.memfd_create("agentrl-ranks")
                 try:
@@ -115,21 +121,21 @@ class RankGroup:
                 finally:
                     os.close(store)
             else:
-                group._start_with(meeting.gather(devices[0].partition(":")[0]))
+                group._start_with_hosts(rendezvous.gather(devices[0].partition(":")[0]))
         except BaseException:
             group.close()
             raise
         log.info("started %d ranks on %s", len(devices), ", ".join(devices))
         return group
 
-    def _start_with(self, hosts: Sequence[JoinedHost]) -> None:
+    def _start_with_hosts(self, hosts: Sequence[JoinedHost]) -> None:
         """Start the ranks of this host, and let the other hosts start theirs, whose numbers follow."""
         others = [Rank(None, link, host.name) for host in hosts for link in host.links]
         count = len(self.devices) + len(others)
         try:
             with listen() as server:
                 address, port = server.getsockname()
-                store = f"tcp://{address}:{port}"
+                store = f"tcp://{address}:{port}/{secrets.token_hex(8)}"
                 self._start_ranks(count, store, interfaces_at(address), server.fileno())
             for number, rank in enumerate(others, start=len(self.devices)):
                 rank.link.settimeout(_beat_limit())
@@ -145,7 +151,7 @@ class RankGroup:
         for number, device in enumerate(self.devices):
             ours, theirs = socket.socketpair()
             url = f"{store}?fd={descriptor}" if number == 0 and store.startswith("tcp:") else store
-            place = RankPlace(number, count, len(self.devices), device, url)
+            place = RankPlace(number, count, number, len(self.devices), device, url)
             with theirs:
                 self._ranks.append(Rank(start_rank(place, theirs.fileno(), interfaces, descriptor), ours))
 
@@ -169,14 +175,9 @@ class RankGroup:
 
     def close(self) -> None:
         """Kill all ranks. Those of other hosts end when they notice that their link is closed."""
-        processes = [rank.process for rank in self._ranks if rank.process is not None]
-        for process in processes:
-            kill_rank(process)
         for rank in self._ranks:
             rank.link.close()
-        for process in processes:
-            with suppress(subprocess.TimeoutExpired):  # the kernel may hold a process whose device hangs
-                process.wait(settings().lease_seconds)
+        kill_ranks([rank.process for rank in self._ranks if rank.process is not None], settings().lease_seconds)
         self._ranks = []
 
     def _send(self, command: RankCommand) -> None:
@@ -227,11 +228,11 @@ class RankGroup:
                 raise self._cause(number, values["error"], name)
         return received
 
-    def _cause(self, number: int, error: Mapping[str, str], name: str) -> AgentRLError:
+    def _cause(self, number: int, error: Mapping[str, Any], name: str) -> AgentRLError:
         """Return the error that a rank reported. If it is the consequence of another rank's end, return that.
 
-        It is a consequence if another rank ended before the error, or by one of DEADLY_SIGNALS, which may be seen a little
-        later. Another end that is seen later may itself be a consequence.
+        The error may be that of another rank (`ErrorOfRank`). It is a consequence if another rank ended before the error, or
+        by one of DEADLY_SIGNALS, which may be seen a little later. Another end that is seen later may itself be a consequence.
         """
         others = {other: rank.process for other, rank in enumerate(self._ranks) if other != number and rank.process is not None}
         ended = [] if error["class"] else [other for other, process in others.items() if process.poll()]
@@ -239,7 +240,8 @@ class RankGroup:
         while not ended and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS / 10)
             ended = [other for other, process in others.items() if process.poll() in DEADLY_SIGNALS]
-        return self._lost_error(ended[0], name) if ended else decode_error(error, number, self._ranks[number].host)
+        origin = error.get("rank", number)
+        return self._lost_error(ended[0], name) if ended else decode_error(error, origin, self._ranks[origin].host)
 
     def _note_progress(self, rank: Rank, values: Mapping[str, Any], progressed: float) -> float:
         """Note a line of a rank. Return the time of the last progress: a result, another microbatch, or the beginning or end of
@@ -299,13 +301,14 @@ def _beat_limit() -> float:
 _running: list[RankGroup] = []
 
 
-def group_for(devices: Sequence[str], meeting: HostMeeting | None = None) -> RankGroup:
-    """Return the running ranks on these devices, and on those of other hosts if there is a `meeting`. If there are none, or the
-    running ranks use other devices, start new ranks.
+def group_for(devices: Sequence[str], rendezvous: Rendezvous | None = None) -> RankGroup:
+    """Return the running ranks on these devices, and on those of other hosts if there is a `rendezvous`. If there are none, or
+    the running ranks use other devices, start new ranks.
     """
-    if not (_running and _running[0].is_alive and _running[0].devices == tuple(devices) and _running[0].meeting == meeting):
+    same = [one for one in _running if one.is_alive and (one.devices, one.rendezvous) == (tuple(devices), rendezvous)]
+    if not same:
         close_group()
-        _running.append(RankGroup.start(devices, meeting))
+        _running.append(RankGroup.start(devices, rendezvous))
     return _running[0]
 
 

@@ -107,16 +107,26 @@ def decode_update(values: Mapping[str, Any]) -> Update:
     return Update(**{**values, **pairs, "steps": tuple(values["steps"])})
 
 
-def encode_error(error: BaseException) -> dict[str, str]:
+class ErrorOfRank(Exception):
+    """An error of the rank with the number `rank`, which another rank reports too. `values` is the result of `encode_error`."""
+
+    def __init__(self, rank: int, values: Mapping[str, str]) -> None:
+        super().__init__(values["message"])
+        self.values = {**values, "rank": rank}
+
+
+def encode_error(error: BaseException) -> dict[str, Any]:
     """Return an error as JSON values. `decode_error` is the inverse, but errors of classes that are not agentrl's change their
     class.
     """
+    if isinstance(error, ErrorOfRank):
+        return error.values
     if isinstance(error, AgentRLError) and not isinstance(error, DeviceLost):
         return {"class": type(error).__name__, "message": error.message, "hint": error.hint}
     return {"class": "", "message": f"{type(error).__name__}: {error}", "hint": ""}
 
 
-def decode_error(values: Mapping[str, str], rank: int, host: str = "") -> AgentRLError:
+def decode_error(values: Mapping[str, Any], rank: int, host: str = "") -> AgentRLError:
     """Return the error that a rank reported. The error becomes a RankLost if its class is not one of agentrl's, or if the
     rank lost its device.
 

@@ -1,27 +1,39 @@
-"""The start of a rank's process, by the train worker or by a worker `ranks`."""
+"""The start and the end of a rank's process, by the train worker or by a worker `ranks`."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """The place of a rank in its group. See `rank.main`.
+    """The place of a rank in its group.
 
     Args:
-        here: the number of ranks on this host.
+        rank, count: the number of this rank, from 0, and the number of ranks.
+        local_rank, local_count: the same among the ranks of this host. Their numbers `rank` are consecutive.
+        device: the device of this rank.
+        store: the URL at which the ranks find each other: `file://` with a file in memory, or `tcp://HOST:PORT/GROUP` with
+            torch's TCPStore. All keys of the group begin with GROUP, so a rank of another group cannot change them. Rank 0
+            serves the TCPStore: in its URL, `fd` is the descriptor of the listening socket.
     """
 
     rank: int
     count: int
-    here: int
+    local_rank: int
+    local_count: int
     device: str
     store: str
+
+    @property
+    def has_other_hosts(self) -> bool:
+        """True if some ranks are on other hosts."""
+        return self.local_count < self.count
 
 
 def start_rank(place: RankPlace, link: int, interfaces: Mapping[str, str], *descriptors: int) -> "subprocess.Popen[bytes]":
@@ -32,9 +44,9 @@ def start_rank(place: RankPlace, link: int, interfaces: Mapping[str, str], *desc
         interfaces: environment variables that name the network interface. Those of this process have priority.
         descriptors: more descriptors that the rank inherits.
     """
-    arguments = [place.rank, place.count, place.here, place.device, place.store, link, os.getpid()]
+    arguments = [json.dumps(asdict(place)), str(link), str(os.getpid())]
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "agentrl.workers.ranks.rank", *map(str, arguments)],
+        [sys.executable, "-P", "-m", "agentrl.workers.ranks.rank", *arguments],
         env={**interfaces, **os.environ},
         stdin=subprocess.DEVNULL,
         pass_fds=[link, *descriptors],
@@ -42,7 +54,11 @@ def start_rank(place: RankPlace, link: int, interfaces: Mapping[str, str], *desc
     )
 
 
-def kill_rank(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a rank, and the processes that it started. Do not wait for their end."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def kill_ranks(processes: "Sequence[subprocess.Popen[bytes]]", timeout_seconds: float) -> None:
+    """Kill ranks, and the processes that they started. Wait at most `timeout_seconds` for each of the ranks."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):  # the kernel may hold a process whose device hangs
+            process.wait(timeout_seconds)

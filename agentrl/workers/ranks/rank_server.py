@@ -4,13 +4,12 @@ that the rank sends as its reply.
 
 import hashlib
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from agentrl.workers.ranks.rank_messages import RankCommand, decode_groups, encode_update
+from agentrl.workers.ranks.rank_messages import ErrorOfRank, RankCommand, decode_groups, encode_error, encode_update
 from agentrl.workflow import checkpoints
 from agentrl.workflow.errors import ConfigError, ModelError
 from agentrl.workflow.experiment import Experiment
@@ -19,6 +18,9 @@ from agentrl.workflow.models.policy import Policy
 from agentrl.workflow.settings import is_url, settings
 from agentrl.workflow.training.ranks import Ranks
 from agentrl.workflow.training.trainer import Trainer
+
+MAX_ERROR_TEXT = 1000
+"""The most characters of an error's text that a rank sends to the other ranks (see `MAX_VALUE_BYTES`)."""
 
 
 class RankServer:
@@ -58,19 +60,37 @@ class RankServer:
     ) -> dict[str, Any]:
         run = Experiment.load(config).config
         path, sha256, part = checkpoint or ("", "", "all")
-        if self._has_other_hosts and path and not is_url(path) and not Path(path).is_dir():
-            message = f"There is no folder {path!r}, which has the run's checkpoint."
-            raise ConfigError(message, "The hosts of an update must share that folder, or keep checkpoints at a URL.")
         self._trainer = None
+        folder = self._check_once_per_host(path, sha256, part) if path else None
         policy = self._load_policy(run.model.model_dump_json(exclude={"path"}), run, base, base_hash)
         trainer = Trainer(policy, run, iterations, self._ranks)
-        if path:
-            checkpoints.read(path, sha256, part, partial(trainer.load, fresh=part == "start"))
-        else:
-            trainer.load(None)
+        trainer.load(folder, fresh=part == "start", checked=True)
         self._trainer = trainer
         with policy.training() as module:
             return {"parameters": str(count_parameters(module))}
+
+    def _check_once_per_host(self, path: str, sha256: str, part: checkpoints.Part) -> Path:
+        """Check a checkpoint in the first rank of each host, and return the folder on this host. The other ranks wait.
+
+        All ranks raise the error of a first rank.
+        """
+        reply: dict[str, Any] = {}
+        if self._ranks.local_rank == 0:
+            try:
+                reply = {"folder": str(self._check_checkpoint(path, sha256, part))}
+            except Exception as error:  # noqa: BLE001 - all ranks raise it
+                reply = {"error": {name: text[:MAX_ERROR_TEXT] for name, text in encode_error(error).items()}}
+        replies = self._ranks.gather(reply)
+        for rank, values in enumerate(replies):
+            if "error" in values:
+                raise ErrorOfRank(rank, values["error"])
+        return Path(replies[self._ranks.rank - self._ranks.local_rank]["folder"])
+
+    def _check_checkpoint(self, path: str, sha256: str, part: checkpoints.Part) -> Path:
+        if self._has_other_hosts and not is_url(path) and not Path(path).is_dir():
+            message = f"There is no folder {path!r}, which has the run's checkpoint."
+            raise ConfigError(message, "The hosts of an update must share that folder, or keep checkpoints at a URL.")
+        return checkpoints.checked_part(path, sha256, part)
 
     @property
     def _threads(self) -> int:

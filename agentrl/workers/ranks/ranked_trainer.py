@@ -45,10 +45,11 @@ class RankedTrainer:
     def load(self, path: Path | str | None, sha256: str = "", part: Part = "all") -> None:
         """Load the state of a checkpoint into all ranks; None: start from the untrained base.
 
-        Each host fetches a checkpoint at a URL itself. Raises what `checkpoints.read` and `Trainer.load` raise.
+        On each host, the first rank checks the files, and fetches a checkpoint at a URL, before the others read them. Raises
+        what `checkpoints.checked_part` and `Trainer.load` raise.
 
         Args:
-            path, sha256, part: see `checkpoints.read`. With the part `start`, the ranks load only the weights.
+            path, sha256, part: see `checkpoints.local_part`. With the part `start`, the ranks load only the weights.
         """
         checkpoint = None if path is None else (str(path), sha256, part)
         results = self._group.call(RankCommand("load", {**self._run, "checkpoint": checkpoint}), self.fenced)

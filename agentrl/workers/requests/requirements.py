@@ -21,7 +21,7 @@ from typing import Any
 from celery.worker.control import inspect_command
 
 from agentrl import __version__
-from agentrl.workers.ranks.host_meeting import check_hosts
+from agentrl.workers.ranks.rendezvous import check_hosts
 from agentrl.workers.requests.agent_request import check_function
 from agentrl.workers.stack.celery_app import AGENTS, ALL_QUEUES, QUEUES, app
 from agentrl.workers.stack.process import worker_name
@@ -345,7 +345,7 @@ def _check_optimizer(config: RunConfig) -> None:
 def _check_devices(config: RunConfig) -> None:
     if "agentrl.workflow.models.devices" in sys.modules:  # as in each worker that trains
         devices = sys.modules["agentrl.workflow.models.devices"]
-        devices.devices_of_ranks(config.update.devices, settings().device, config.model.numerics, config.update.hosts)
+        devices.devices_of_ranks(config.update.devices, settings().device, config.model.numerics, config.update.hosts > 1)
 
 
 def _check_output_dir(output_dir: str) -> None:

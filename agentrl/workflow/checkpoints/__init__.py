@@ -39,8 +39,8 @@ from agentrl.workflow.settings import is_url
 
 __all__ = [
     "ADAPTER", "MANIFEST", "MAX_NAME", "MODEL", "OPTIMIZER", "RECORD", "STATE", "WEIGHTS", "Part", "Writer", "broken_error",
-    "check_place", "drop_optimizer", "find_fault", "hold_lock", "link_shared", "local_part", "read", "remove", "remove_rivals",
-    "repair_folder", "sha256_file", "verify", "weights_of", "write", "write_error",
+    "check_place", "checked_part", "drop_optimizer", "find_fault", "hold_lock", "link_shared", "local_part", "read", "remove",
+    "remove_rivals", "repair_folder", "sha256_file", "verify", "weights_of", "write", "write_error",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -87,6 +87,18 @@ def local_part(path: str, sha256: str, part: Part = "weights") -> Path:
     ServiceError if the store did not respond for a long time, or this host's disk is full.
     """
     return object_store.local_copy(path, sha256, part) if is_url(path) else _check_here(Path(path))
+
+
+def checked_part(path: str, sha256: str, part: Part) -> Path:
+    """Return the folder that `local_part` returns, after a comparison of every byte of the part with the manifest. Raises what
+    `local_part` raises.
+    """
+    if is_url(path):
+        object_store.forget_copy(path, part)  # so that this call reads the copy
+        return object_store.local_copy(path, sha256, part)
+    folder = _check_here(Path(path))
+    verify(folder, without=(OPTIMIZER,) if part == "start" else (), shared=False)
+    return folder
 
 
 def find_fault(path: str, sha256: str, part: Part = "weights") -> str:

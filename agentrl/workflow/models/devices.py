@@ -21,7 +21,11 @@ def pick_device(device: str) -> str:
 
 
 def devices_of_ranks(
-    number: int | Literal["auto"], device: str, numerics: str, hosts: int = 1, option: str = "-s update.devices="
+    number: int | Literal["auto"],
+    device: str,
+    numerics: str,
+    has_other_hosts: bool = False,
+    option: str = "-s update.devices=",
 ) -> list[str]:
     """Return the device of each rank of a training on this machine. One device of one host means that this process trains by
     itself.
@@ -30,14 +34,15 @@ def devices_of_ranks(
         number: the number of devices. `auto` takes all GPUs of this machine that torch can use.
         device: AGENTRL_DEVICE.
         numerics: `model.numerics`; `exact` computes on the CPU.
-        hosts: `update.hosts`. With several hosts, `auto` is not returned: a device is `cpu` or a card, such as `cuda:0`.
+        has_other_hosts: whether the training has ranks on other hosts. Then `auto` is not returned: a device is `cpu` or a
+            card, such as `cuda:0`.
         option: the option that sets `number`, for messages.
 
     Raises:
         ConfigError: this machine does not have so many devices.
     """
     name = option.removeprefix("-s ")
-    if number == 1 and hosts == 1:
+    if number == 1 and not has_other_hosts:
         return [device]
     if device == "cpu" or numerics == "exact":
         return ["cpu"] * (1 if number == "auto" else number)
@@ -47,7 +52,7 @@ def devices_of_ranks(
         message = f"{name}{number} needs {number} devices, and AGENTRL_DEVICE={device} names one."
         raise ConfigError(message, "Set AGENTRL_DEVICE=cuda. Choose the cards with CUDA_VISIBLE_DEVICES.")
     gpus = torch.cuda.device_count()
-    if number == "auto" and hosts == 1:
+    if number == "auto" and not has_other_hosts:
         return [f"cuda:{card}" for card in range(gpus)] if gpus > 1 else [device]
     if number in (1, "auto") and not gpus and device == "auto":
         return ["cpu"]

@@ -661,8 +661,8 @@ rank_meetings = Table(
     Column("token", String(64), nullable=False),
     Column("lease_until", BigInteger, nullable=False),
 )
-"""The meetings of the hosts of an update. A train worker writes a row, waits for other hosts at `address`, and deletes the row.
-With `token`, another host joins the update, so nobody but workers may read it.
+"""Where train workers wait for the other hosts of an update. A train worker writes a row, waits at `address`, and deletes the
+row. With `token`, another host joins the update, so nobody but workers may read it.
 """
 
 

@@ -45,12 +45,14 @@ class Ranks:
         report_progress: is called for each microbatch, so a watcher sees that this rank still computes.
         report_files: is called with True before this rank reads or writes files, and with False after it. Meanwhile a watcher
             expects no microbatch.
+        local_rank: the number of this process among those of its host, from 0. The ranks of a host have consecutive numbers.
     """
 
     rank: int = 0
     count: int = 1
     report_progress: Callable[[], None] = _ignore
     report_files: Callable[[bool], None] = _ignore
+    local_rank: int = 0
 
     @contextmanager
     def using_files(self) -> Iterator[None]:

@@ -318,12 +318,13 @@ class Trainer:
         checkpoints.link_shared(folder, self._plain)
         return self._plain.keys()
 
-    def load(self, folder: Path | None, fresh: bool = False) -> None:
+    def load(self, folder: Path | None, fresh: bool = False, checked: bool = False) -> None:
         """Restore the state that `save` wrote, bit for bit. `folder` is the checkpoint; None: start from the untrained base.
-        `fresh` says whether to load only the weights; the optimizer and all other state are then new. Raise CheckpointError if
-        a file is missing, was changed, or belongs to another model.
+        `fresh` says whether to load only the weights; the optimizer and all other state are then new. `checked` says whether
+        the files were just compared with the manifest (`checkpoints.checked_part`). Raise CheckpointError if a file is missing,
+        was changed, or belongs to another model.
         """
-        if folder is not None:
+        if folder is not None and not checked:
             checkpoints.verify(folder, without=(checkpoints.OPTIMIZER,) if fresh else (), shared=False)
         self._policy.load_weights(None if folder is None else checkpoints.weights_of(folder))
         self._start_fresh()

@@ -1,4 +1,6 @@
-"""Meetings: rows by which the hosts of an update find each other. A train worker writes one, and workers `ranks` read it."""
+"""The rows by which the hosts of an update find each other (table `rank_meetings`). A train worker writes a row, and workers
+`ranks` read it.
+"""
 
 from dataclasses import dataclass, field
 
@@ -10,8 +12,8 @@ from agentrl.workflow.tables.columns import now_ms
 
 
 @dataclass(frozen=True, slots=True)
-class RankMeeting:
-    """A meeting at which a train worker waits for other hosts.
+class RendezvousRow:
+    """Where and for which devices a train worker waits for other hosts.
 
     Args:
         address: the `host:port` at which the train worker listens.
@@ -27,23 +29,23 @@ class RankMeeting:
 
 
 @transaction
-def open_meeting(tx: Connection, meeting: RankMeeting, seconds: float) -> None:
-    """Write the row of a meeting that lasts for that time. Delete the rows of meetings that have ended."""
+def open_rendezvous(tx: Connection, row: RendezvousRow, seconds: float) -> None:
+    """Write the row of a rendezvous that lasts for that time. Delete the rows of those that have ended."""
     rows = schema.rank_meetings
     tx.execute(delete(rows).where(rows.c.lease_until < now_ms()))
-    values = {"address": meeting.address, "devices": meeting.devices, "numerics": meeting.numerics, "token": meeting.token}
+    values = {"address": row.address, "devices": row.devices, "numerics": row.numerics, "token": row.token}
     tx.execute(insert(rows).values(**values, lease_until=now_ms() + int(seconds * 1000)))
 
 
 @read_transaction
-def list_meetings(tx: Connection) -> list[RankMeeting]:
-    """Return the meetings that have not ended, the oldest first. All hosts join the oldest, so it is complete first."""
+def list_rendezvous(tx: Connection) -> list[RendezvousRow]:
+    """Return the rows that have not ended, the oldest first. All hosts join the oldest, so it is complete first."""
     rows = schema.rank_meetings.c
     query = select(rows.address, rows.devices, rows.numerics, rows.token).where(rows.lease_until >= now_ms()).order_by(rows.id)
-    return [RankMeeting(*row) for row in tx.execute(query)]
+    return [RendezvousRow(*row) for row in tx.execute(query)]
 
 
 @transaction
-def close_meeting(tx: Connection, token: str) -> None:
-    """Delete the row of the meeting with that token."""
+def close_rendezvous(tx: Connection, token: str) -> None:
+    """Delete the row with that token."""
     tx.execute(delete(schema.rank_meetings).where(schema.rank_meetings.c.token == token))

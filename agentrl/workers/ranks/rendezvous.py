@@ -1,7 +1,7 @@
-"""The meeting of the hosts of an update, as the train worker sees it. Workers `ranks` on other hosts join (`rank_host`).
+"""The rendezvous of the hosts of an update, in the train worker, which leads it. Workers `ranks` join from other hosts.
 
 The train worker listens at AGENTRL_RANKS_HOST and writes a row with this address and a token. Another host opens a connection
-for each of its devices, and sends a line of JSON on each, `RankOffer`. When enough hosts have joined, each connection becomes
+for each of its devices, and sends a line of JSON on each, `JoinRequest`. When enough hosts have joined, each connection becomes
 the link between the train worker and a rank. All that arrives before the token is hostile: size and time are limited.
 """
 
@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from fcntl import ioctl
@@ -25,21 +25,21 @@ from agentrl.workflow.config import MAX_DEVICES
 from agentrl.workflow.errors import ConfigError, Fenced, InfraError, ServiceError
 from agentrl.workflow.settings import settings
 from agentrl.workflow.store.connect import Database
-from agentrl.workflow.store.rank_meetings import RankMeeting, close_meeting, open_meeting
+from agentrl.workflow.store.rendezvous_rows import RendezvousRow, close_rendezvous, open_rendezvous
 
 log = getLogger("agentrl.ranks")
 
-MEETING_SECONDS = 120.0
+RENDEZVOUS_SECONDS = 120.0
 """How long a train worker waits for other hosts, in seconds."""
 
-OFFER_SECONDS = 10.0
-"""How long a connection may take to send its offer, in seconds."""
+REQUEST_SECONDS = 10.0
+"""How long a connection may take to send its request, in seconds."""
 
 MAX_LINE_BYTES = 4096
-"""The longest line of an offer or of its answer."""
+"""The longest line of a request or of its answer."""
 
 MAX_UNKNOWN = 256
-"""The most open connections that have not sent an offer with the token."""
+"""The most open connections that have not sent a request with the token."""
 
 SILENCE_SECONDS = 30
 """The time without an answer from the other host after which a connection counts as lost, in seconds."""
@@ -100,11 +100,11 @@ def listen() -> socket.socket:
 
 
 @dataclass(frozen=True)
-class RankOffer:
+class JoinRequest:
     """What a host sends on the connection of each of its devices.
 
     Args:
-        token: the token of the meeting.
+        token: the token of the row.
         agentrl, torch: the versions of these packages.
         host: the host's name, for messages.
         member: a random name of the worker `ranks`: the same on all of its connections.
@@ -125,26 +125,26 @@ class RankOffer:
     error: str = ""
 
     def encode(self) -> bytes:
-        """Return the offer as a line of JSON."""
+        """Return the request as a line of JSON."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
-    def decode(cls, line: bytes) -> "RankOffer":
-        """Return the offer of a line. Raise ValueError if the line is no offer."""
+    def decode(cls, line: bytes) -> "JoinRequest":
+        """Return the request of a line. Raise ValueError if the line is no request."""
         values = json.loads(line)
         if not isinstance(values, dict) or values.keys() != cls.__annotations__.keys():
-            raise ValueError("not an offer")
+            raise ValueError("not a request")
         for name, kind in cls.__annotations__.items():
             if type(values[name]) is not kind:
                 raise ValueError(f"{name} is not of the type {kind.__name__}")
-        offer = cls(**values)
-        if not 0 <= offer.index < offer.devices <= MAX_DEVICES:
+        request = cls(**values)
+        if not 0 <= request.index < request.devices <= MAX_DEVICES:
             raise ValueError("no such device")
-        return offer
+        return request
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be equal on all hosts, as arguments of `RankOffer`."""
+    """Return the versions that must be equal on all hosts, as arguments of `JoinRequest`."""
     return {"agentrl": __version__, "torch": metadata.version("torch")}
 
 
@@ -157,13 +157,15 @@ class JoinedHost:
 
 
 @dataclass(frozen=True)
-class HostMeeting:
-    """The other hosts that a run needs. Equal meetings can use the same hosts.
+class Rendezvous:
+    """The other hosts that a run needs. If two are equal, they can use the same hosts.
 
     Args:
         hosts: `update.hosts`; this host is one of them.
         devices: `update.devices`, as text.
         numerics: `model.numerics`.
+        fenced: is set when another worker has taken over the claim.
+        stopping: is set when this process is asked to stop.
     """
 
     hosts: int
@@ -171,157 +173,168 @@ class HostMeeting:
     numerics: str
     database: Database = field(compare=False, repr=False)
     fenced: threading.Event = field(compare=False, repr=False)
+    stopping: threading.Event = field(compare=False, repr=False)
 
     def gather(self, device: str) -> list[JoinedHost]:
         """Wait until the other hosts have joined, and return them. `device` is the kind of this host's devices.
 
-        Raise InfraError if they have not joined within MEETING_SECONDS. Raise Fenced if another worker has taken over the
-        claim. Raise ConfigError if this host cannot listen. Raise ServiceError if the database does not respond.
+        Raise InfraError if they have not joined within RENDEZVOUS_SECONDS. Raise Fenced if another worker has taken over the
+        claim. Raise ConfigError if this host cannot listen. Raise ServiceError if the database does not respond, or this
+        process is asked to stop.
         """
         token = secrets.token_urlsafe(32)
         with listen() as server:
             host, port = server.getsockname()
-            meeting = RankMeeting(f"{host}:{port}", self.devices, self.numerics, token)
-            open_meeting(self.database, meeting, MEETING_SECONDS)
-            log.info("waiting for %d other hosts at %s", self.hosts - 1, meeting.address)
+            row = RendezvousRow(f"{host}:{port}", self.devices, self.numerics, token)
+            open_rendezvous(self.database, row, RENDEZVOUS_SECONDS)
+            log.info("waiting for %d other hosts at %s", self.hosts - 1, row.address)
             try:
-                return _Reception(server, token, device, self.hosts).receive(self.fenced)
+                return _JoinServer(server, token, device, self.hosts).receive(self._check_wanted)
             finally:
                 with suppress(ServiceError):  # the row also expires
-                    close_meeting(self.database, token)
+                    close_rendezvous(self.database, token)
+
+    def _check_wanted(self) -> None:
+        """Raise Fenced or ServiceError if this process must not wait any longer."""
+        if self.fenced.is_set():
+            raise Fenced("The wait for other hosts was stopped: another worker has taken over the claim.")
+        if self.stopping.is_set():
+            raise ServiceError("The wait for other hosts was stopped: this worker is ending.")
 
 
 @dataclass(eq=False)
-class _Guest:
-    """A connection to the meeting. `offer` is None until a valid offer with the token has arrived."""
+class _JoinConnection:
+    """A connection to the train worker. `request` is None until a valid request with the token has arrived."""
 
     link: socket.socket
     peer: str
     deadline: float
     data: bytes = b""
-    offer: RankOffer | None = None
+    request: JoinRequest | None = None
 
 
 @dataclass
-class _Reception:
-    """Takes connections, checks their offers, and refuses those that cannot take part."""
+class _JoinServer:
+    """The server of a rendezvous. It takes connections, checks their requests, and refuses hosts that cannot take part."""
 
     server: socket.socket
     token: str
     device: str
     hosts: int
-    guests: list[_Guest] = field(default_factory=list)
+    connections: list[_JoinConnection] = field(default_factory=list)
     refusals: dict[str, str] = field(default_factory=dict)
     """Why a host was refused, by its address."""
 
-    def receive(self, fenced: threading.Event) -> list[JoinedHost]:
-        began = time.monotonic()
+    def receive(self, check_wanted: Callable[[], None]) -> list[JoinedHost]:
+        """Return the other hosts when enough have joined. All other connections are closed."""
+        deadline = time.monotonic() + RENDEZVOUS_SECONDS
         self.server.setblocking(False)
-        chosen: list[JoinedHost] = []
+        used: list[socket.socket] = []
         try:
-            while len(chosen) < self.hosts - 1:
-                if fenced.is_set():
-                    raise Fenced("The wait for other hosts was stopped: another worker has taken over the claim.")
-                if time.monotonic() - began > MEETING_SECONDS:
-                    raise self._missing_error(len(chosen))
+            while len(joined := list(self._complete_hosts())) < self.hosts - 1:
+                check_wanted()
+                if time.monotonic() > deadline:
+                    raise self._missing_error(len(joined))
                 self._serve_once()
-                chosen = list(self._complete_hosts())[: self.hosts - 1]
-            for link in (link for host in chosen for link in host.links):
+            chosen = joined[: self.hosts - 1]
+            links = [link for host in chosen for link in host.links]
+            for link in links:
                 keep_alive(link)
+            used = links
             return chosen
         finally:
-            links = [link for host in chosen for link in host.links] if len(chosen) == self.hosts - 1 else []
-            for guest in self.guests:
-                if guest.link not in links:
-                    guest.link.close()
+            for connection in self.connections:
+                if connection.link not in used:
+                    connection.link.close()
 
     def _missing_error(self, joined: int) -> InfraError:
-        message = f"{joined + 1} of {self.hosts} hosts joined within {MEETING_SECONDS:g} s"
+        message = f"{joined + 1} of {self.hosts} hosts joined within {RENDEZVOUS_SECONDS:g} s"
         refused = f"Refused: {' '.join(self.refusals.values())}" if self.refusals else ""
         return InfraError(f"{message}: start `agentrl worker ranks` on another host.", refused)
 
     def _serve_once(self) -> None:
-        """Wait a moment for something to read, and read it. Close connections that have sent no offer in time."""
+        """Wait a moment for something to read, and read it. Close connections that have sent no request in time."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.server, selectors.EVENT_READ)
-            for guest in self.guests:
-                selector.register(guest.link, selectors.EVENT_READ, guest)
+            for connection in self.connections:
+                selector.register(connection.link, selectors.EVENT_READ, connection)
             ready = selector.select(POLL_SECONDS)
         for key, _ in ready:
             if key.data is None:
                 self._accept()
             else:
                 self._read(key.data)
-        for guest in [one for one in self.guests if one.offer is None and one.deadline < time.monotonic()]:
-            self._refuse(guest, f"{guest.peer} sent no offer within {OFFER_SECONDS:.0f} s.")
+        for connection in [one for one in self.connections if one.request is None and one.deadline < time.monotonic()]:
+            self._refuse(connection, f"{connection.peer} sent no request within {REQUEST_SECONDS:.0f} s.")
 
     def _accept(self) -> None:
         with suppress(OSError):  # the client is gone
             link, (peer, _) = self.server.accept()
             link.setblocking(False)
-            if sum(guest.offer is None for guest in self.guests) >= MAX_UNKNOWN:
+            if sum(connection.request is None for connection in self.connections) >= MAX_UNKNOWN:
                 link.close()
                 return
-            self.guests.append(_Guest(link, peer, time.monotonic() + OFFER_SECONDS))
+            self.connections.append(_JoinConnection(link, peer, time.monotonic() + REQUEST_SECONDS))
 
-    def _read(self, guest: _Guest) -> None:
+    def _read(self, connection: _JoinConnection) -> None:
         try:
-            data = guest.link.recv(MAX_LINE_BYTES)
+            data = connection.link.recv(MAX_LINE_BYTES)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        if not data or guest.offer is not None:  # a host sends nothing after its offer
-            self._drop(guest)
+        if not data or connection.request is not None:  # a host sends nothing after its request
+            self._drop(connection)
             return
-        guest.data += data
-        if b"\n" in guest.data or len(guest.data) >= MAX_LINE_BYTES:
-            self._check(guest)
+        connection.data += data
+        if b"\n" in connection.data or len(connection.data) >= MAX_LINE_BYTES:
+            self._check(connection)
 
-    def _check(self, guest: _Guest) -> None:
-        """Take the guest's offer, or refuse the guest. Only a guest with the token is told what it lacks."""
+    def _check(self, connection: _JoinConnection) -> None:
+        """Keep the connection's request, or refuse it. Only a host with the token learns what it lacks."""
         try:
-            offer = RankOffer.decode(guest.data)
-            has_token = secrets.compare_digest(offer.token.encode(), self.token.encode())
+            request = JoinRequest.decode(connection.data)
+            has_token = secrets.compare_digest(request.token.encode(), self.token.encode())
         except (ValueError, RecursionError):
-            self._refuse(guest, f"{guest.peer} sent no offer.")
+            self._refuse(connection, f"{connection.peer} sent no valid request.")
             return
         if not has_token:
-            self._refuse(guest, f"{guest.peer} sent a wrong token.")
+            self._refuse(connection, f"{connection.peer} sent a wrong token.")
             return
         mine = versions()
-        theirs = {"agentrl": offer.agentrl, "torch": offer.torch}
-        if offer.error:
-            self._refuse(guest, f"{offer.host}: {offer.error}")
+        theirs = {"agentrl": request.agentrl, "torch": request.torch}
+        if request.error:
+            self._refuse(connection, f"{request.host}: {request.error}")
         elif mine != theirs:
-            self._refuse(guest, f"{offer.host} has {_listed(theirs)}, and the train worker has {_listed(mine)}.")
-        elif offer.device != self.device:
-            self._refuse(guest, f"{offer.host} computes on {offer.device}, and the train worker on {self.device}.")
+            self._refuse(connection, f"{request.host} has {_listed(theirs)}, and the train worker has {_listed(mine)}.")
+        elif request.device != self.device:
+            self._refuse(connection, f"{request.host} computes on {request.device}, and the train worker on {self.device}.")
         else:
-            guest.offer = offer
+            connection.request = request
 
-    def _refuse(self, guest: _Guest, reason: str) -> None:
-        if self.refusals.get(guest.peer) != reason and len(self.refusals) < MAX_UNKNOWN:
+    def _refuse(self, connection: _JoinConnection, reason: str) -> None:
+        if self.refusals.get(connection.peer) != reason and len(self.refusals) < MAX_UNKNOWN:
             log.warning("refused a host: %s", reason)
-            self.refusals[guest.peer] = reason
+            self.refusals[connection.peer] = reason
         with suppress(OSError):
-            guest.link.send(json.dumps({"error": reason}).encode() + b"\n")
-        self._drop(guest)
+            connection.link.send(json.dumps({"error": reason}).encode() + b"\n")
+        self._drop(connection)
 
-    def _drop(self, guest: _Guest) -> None:
-        self.guests.remove(guest)
-        guest.link.close()
+    def _drop(self, connection: _JoinConnection) -> None:
+        self.connections.remove(connection)
+        connection.link.close()
 
     def _complete_hosts(self) -> Iterator[JoinedHost]:
         """Yield the hosts that have a connection for each of their devices."""
-        members: dict[str, dict[int, _Guest]] = {}
-        for guest in self.guests:
-            if guest.offer is not None:
-                members.setdefault(guest.offer.member, {})[guest.offer.index] = guest
-        for guests in members.values():
-            offers = [guest.offer for guest in guests.values() if guest.offer is not None]
-            if {offer.index for offer in offers} == set(range(offers[0].devices)):
-                yield JoinedHost(offers[0].host, [guests[index].link for index in sorted(guests)])
+        members: dict[str, list[tuple[JoinRequest, socket.socket]]] = {}
+        for connection in self.connections:
+            if connection.request is not None:
+                members.setdefault(connection.request.member, []).append((connection.request, connection.link))
+        for joined in members.values():
+            links = {request.index: link for request, link in joined}
+            first, _ = joined[0]
+            if links.keys() == set(range(first.devices)):
+                yield JoinedHost(first.host, [links[index] for index in sorted(links)])
 
 
 def _listed(values: Mapping[str, str]) -> str:
