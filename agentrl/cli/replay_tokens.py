@@ -41,8 +41,8 @@ def show_tokens(db: Any, episode: int, step: int | None, limit: int | None, as_j
     if rows:
         show_cells(*_table(rows))
     if len(rows) < sampled["total"]:
-        shown = f"Only the first {len(rows)} of {sampled['total']} sampled tokens are shown."
-        say(f"{shown} All: --limit {sampled['total']}; one step: --step N")
+        remark = f"Only the first {len(rows)} of {sampled['total']} sampled tokens are shown."
+        say(f"{remark} All: --limit {sampled['total']}; one step: --step N")
     say(f"Why it has this advantage, or none: agentrl why {episode}")
 
 

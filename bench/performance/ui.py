@@ -35,7 +35,7 @@ EPISODE_FILTERS: Mapping[str, Sequence[Any]] = {
     "fate": FATES,
     "status": EPISODE_STATUS,
     "truncated": (True, False),
-    "stop_reason": ("answer",),
+    "stop_reason": ("answered",),
     "error_class": ("ValueError",),
     "tool_errors": (1,),
     "min_reward": (1,),

@@ -116,7 +116,7 @@ def _left_out_remark(source: StoredRun, reward_set: str) -> str:
     scored = (
         "" if reward_set == "default" else f", scored in {reward_set!r} (run `agentrl rescore` again to add newer episodes)"
     )
-    some = f"{len(source.groups)} of {format_count(source.planned, 'group')}"
+    some = f"{len(source.groups)} of its {format_count(source.planned, 'group')}"
     return f"{row['name']} is {row['status']}: {some} have enough done episodes{scored}."
 
 

@@ -257,10 +257,10 @@ def join_troubles(of_run: Mapping[str, Trouble], of_iterations: Mapping[str, Tro
     """
     troubles = {**of_run}
     for subject, trouble in of_iterations.items():
-        known = troubles.get(subject, trouble)
-        if known.is_note and not trouble.is_note:
-            known = Trouble(f"{known.text.rstrip('.')}. {trouble.text}", known.command)
-        troubles[subject] = known
+        joined = troubles.get(subject, trouble)
+        if joined.is_note and not trouble.is_note:
+            joined = Trouble(f"{joined.text.rstrip('.')}. {trouble.text}", joined.command)
+        troubles[subject] = joined
     return sorted(troubles.values(), key=lambda trouble: trouble.is_note)
 
 

@@ -317,9 +317,9 @@ def choose_conditions(
             character.
         choices: the possible values of each field that has only a few, by the field's name.
     """
-    for name, words in (choices or {}).items():
-        if (word := getattr(filter_, name)) is not None:
-            check_choice(word, words, name.replace("_", " "))
+    for name, values_of_field in (choices or {}).items():
+        if (value := getattr(filter_, name)) is not None:
+            check_choice(value, values_of_field, name.replace("_", " "))
     values = {name: storable_value(value) for name in conditions if (value := getattr(filter_, name)) is not None}
     if "text" in values:
         values["text"] = f"%{escape_like(values['text'])}%"
@@ -330,8 +330,8 @@ def check_choice(word: str, words: Sequence[str], what: str) -> None:
     """Raise ConfigError, with all choices, if a word is none of them. `what` says what the words name."""
     if word not in words:
         hint = did_you_mean(str(word)[:60], words)
-        known = f"The {what} is one of {', '.join(words)}."
-        raise ConfigError(f"There is no {what} {word!r:.60}.", f"{hint} {known}" if hint.startswith("Did") else known)
+        sentence = f"The {what} is one of {', '.join(words)}."
+        raise ConfigError(f"There is no {what} {word!r:.60}.", f"{hint} {sentence}" if hint.startswith("Did") else sentence)
 
 
 def escape_like(text: str) -> str:
