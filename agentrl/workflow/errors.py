@@ -102,6 +102,10 @@ class ModelError(AgentRLError):
     exit_code = 8
 
 
+class RefusedMessages(ModelError):
+    """Messages, or options of them, that the chat template refuses."""
+
+
 class CheckpointError(AgentRLError):
     """A checkpoint that is incomplete, was changed, or belongs to another run or base."""
 

@@ -1,7 +1,7 @@
 """A control worker that writes down how long its passes take: `python -m bench.performance.timed_control FILE`.
 
 A pass reads the rows, decides which messages are missing, and sends them. FILE gets a line of JSON for each pass: the number of
-messages, and the pass's seconds, of which `cpu` the thread computed.
+messages that are left for the next pass, and the pass's seconds, of which `cpu` the thread computed.
 """
 
 import json
@@ -20,11 +20,11 @@ def main(file: Path) -> None:
 
     def timed() -> int | None:
         began, computed = time.perf_counter(), time.thread_time()
-        sent = tick()
-        line = {"sent": sent, "seconds": time.perf_counter() - began, "cpu": time.thread_time() - computed}
+        left = tick()
+        line = {"left": left, "seconds": time.perf_counter() - began, "cpu": time.thread_time() - computed}
         with file.open("a") as lines:
             lines.write(f"{json.dumps(line)}\n")
-        return sent
+        return left
 
     control_loop.tick = timed  # the loop looks its function up at each pass
     worker.run(["control"])

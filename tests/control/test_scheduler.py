@@ -38,6 +38,11 @@ def test_plan_sends_new_iteration_as_one_chord() -> None:
     assert plan(world(NEVER, NEVER)) == [Dispatch(7, (1, 2))]
 
 
+def test_plan_does_not_send_chord_again_whose_mark_was_skipped() -> None:
+    """Its only open group was claimed, and its row locked, while the chord's send was marked."""
+    assert plan(world(replace(HELD, sent_ago=None, sends=0))) == []
+
+
 def test_plan_trains_iteration_with_terminal_groups() -> None:
     assert plan(world()) == [SendTrain(7)]
 

@@ -474,7 +474,7 @@ def test_result_that_template_refuses_fails_episode(sqlite: Database, in_memory:
     driver.chat = Chat(picky)
     play(driver, turns=2)
     answer(sqlite, driver)
-    assert ends(sqlite) == {("failed", "ModelError", "The chat template refuses these messages: no 42.", None)}
+    assert ends(sqlite) == {("failed", "RefusedMessages", "The chat template refuses these messages: no 42.", None)}
     assert not driver.is_live
 
 

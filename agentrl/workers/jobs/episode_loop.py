@@ -20,7 +20,7 @@ from agentrl.workers.jobs.pending_calls import PendingCalls
 from agentrl.workflow.agent import Action, CallTools, Finish, Generate, next_action, refusal
 from agentrl.workflow.chat.rendering import Chat
 from agentrl.workflow.engines import Completion, Engine, GenerateRequest
-from agentrl.workflow.errors import InfraError, ModelError
+from agentrl.workflow.errors import InfraError, RefusedMessages
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
 from agentrl.workflow.inference.prompt_draft import Draft, draft_turn
@@ -131,16 +131,16 @@ class GroupRollout:
 
     def _generate(self, episode: Episode, messages: tuple[Message, ...]) -> Outcome | None:
         """Let the engine sample the next turn. Return the failed outcome if the chat template refuses what the model or a tool
-        wrote. Raise ModelError if the template refuses the first prompt, because then it does not fit the run.
+        wrote. Raise RefusedMessages if the template refuses the first prompt, because then it does not fit the run.
         """
-        if not self.recorder.begin_step(episode):
-            return None
         try:
             draft = self._draft(episode, messages)
-        except ModelError as error:
+        except RefusedMessages as error:
             if not episode.steps:
                 raise
-            return Outcome(episode.id, "failed", error_class="ModelError", error=str(error))
+            return Outcome(episode.id, "failed", error_class=type(error).__name__, error=str(error))
+        if not self.recorder.begin_step(episode):
+            return None
         self._drafts[episode.id] = draft
         follows = len(episode.steps) + 1 < self.limits.max_steps
         key = self.work.sampling_key(episode).of_next(episode, draft.context)

@@ -84,7 +84,7 @@ def _run_ranks_for(row: RendezvousRow, stopping: threading.Event) -> bool:
         while any(process.poll() is None for process in processes) and not stopping.wait(POLL_SECONDS / 2):
             pass
     finally:
-        kill_ranks(processes, settings().lease_seconds)
+        kill_ranks(processes, timeout_seconds=None)  # a rank that still has its device must not meet the next one
     log.info("the ranks for the train worker at %s have ended", row.address)
     return True
 

@@ -54,8 +54,10 @@ def start_rank(place: RankPlace, link: int, interfaces: Mapping[str, str], *desc
     )
 
 
-def kill_ranks(processes: "Sequence[subprocess.Popen[bytes]]", timeout_seconds: float) -> None:
-    """Kill ranks, and the processes that they started. Wait at most `timeout_seconds` for each of the ranks."""
+def kill_ranks(processes: "Sequence[subprocess.Popen[bytes]]", timeout_seconds: float | None) -> None:
+    """Kill ranks, and the processes that they started. Wait at most `timeout_seconds` for each of the ranks; None: until it has
+    ended.
+    """
     for process in processes:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

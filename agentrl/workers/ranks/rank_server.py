@@ -19,7 +19,7 @@ from agentrl.workflow.settings import is_url, settings
 from agentrl.workflow.training.ranks import Ranks
 from agentrl.workflow.training.trainer import Trainer
 
-MAX_ERROR_TEXT = 1000
+MAX_ERROR_TEXT = 600
 """The most characters of an error's text that a rank sends to the other ranks (see `MAX_VALUE_BYTES`)."""
 
 

@@ -24,8 +24,8 @@ from agentrl.workflow.store import control_reads, leases
 log = getLogger("agentrl.control")
 
 PASS_SECONDS = 0.1
-"""The time after which a pass of the loop sends no further message. The next pass follows at once. So the lease is renewed in
-time, however many messages are missing.
+"""The time after which a pass of the loop sends no further message. The next pass follows at once, and renews the lease first.
+So another control loop does not take over while many messages are sent.
 """
 
 
@@ -67,8 +67,9 @@ def send_missing(seconds: float = inf) -> tuple[int, int]:
     """Send the missing messages, at least one; begin no other after so many seconds. Return how many were sent, and how many
     are left. Other processes may send the same messages too: a duplicate causes no harm.
     """
-    db, end = database(), time.monotonic() + seconds
+    db = database()
     actions = plan(control_reads.snapshot(db, settings().lease_seconds))
+    end = time.monotonic() + seconds
     for sent, action in enumerate(actions):
         if sent and time.monotonic() > end:
             return sent, len(actions) - sent

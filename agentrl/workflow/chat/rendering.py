@@ -27,7 +27,7 @@ from agentrl.workflow.chat.template_options import check_options
 from agentrl.workflow.chat.template_probe import FAULTS, Manner, find_trouble, manner_of
 from agentrl.workflow.chat.template_process import render_template
 from agentrl.workflow.chat.templates import template_error
-from agentrl.workflow.errors import ModelError
+from agentrl.workflow.errors import ModelError, RefusedMessages
 from agentrl.workflow.tool_formats import AUTO, Schema
 from agentrl.workflow.trajectory import RAW_ROLES, Message
 
@@ -452,7 +452,7 @@ class Chat:
             text = self._apply_harmless(turns, tools, generate, options)
         except FAULTS as error:
             what = f"messages and options ({', '.join(options)})" if options else "messages"
-            raise ModelError(f"The chat template refuses these {what}: {str(error)[:1000]}.") from error
+            raise RefusedMessages(f"The chat template refuses these {what}: {str(error)[:1000]}.") from error
         if any(message.role == "system" and self._defuse(message.content).strip() not in text for message in messages):
             self._check_system_messages(messages, tools, generate, options)
         return text

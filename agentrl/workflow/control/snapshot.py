@@ -58,8 +58,10 @@ class IterationState:
 
     @property
     def is_dispatched(self) -> bool:
-        """True if the iteration's chord was sent at least once."""
-        return bool(self.train.sends) or any(group.claim.sends for group in self.groups)
+        """True if the iteration's chord was sent at least once. A group that a worker holds was sent, although its send may not
+        be marked: the worker may have locked its row at that moment (`planning.mark_groups_sent`).
+        """
+        return bool(self.train.sends) or any(group.claim.sends or group.claim.held for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -348,7 +348,7 @@ def read_transaction(query: Callable[Concatenate[Connection, P], T]) -> Callable
 
 
 def skip_flush(tx: Connection) -> None:
-    """Let the transaction end before Postgres has written it to the disk. So its row locks are not held meanwhile.
+    """Let the transaction end before Postgres has written it to the disk, so that its row locks are released at once.
 
     If the Postgres server crashes, the transactions of the last 0.6 s that skipped the flush may be lost
     (https://www.postgresql.org/docs/current/wal-async-commit.html). Only a write whose loss is harmless may skip it: the

@@ -341,8 +341,8 @@ def db_clock_ms(tx: Connection) -> int:
 def mark_groups_sent(tx: Connection, groups: Sequence[int], sent_ms: int | None = None) -> None:
     """Add one to the number of messages of each group, and store the time of sending.
 
-    A group that another transaction has locked is not marked, because a worker that has received the message is claiming it. If
-    that worker is lost, the control loop sends the message again at once.
+    A group that another transaction has locked is not marked, because a worker claims or holds it. If that worker is lost, the
+    control loop sends the message again at once.
 
     Args:
         sent_ms: the database's time (`db_clock_ms`) before the message was sent; None for the current time. With a later time,
@@ -372,7 +372,7 @@ def mark_train_sent(tx: Connection, iteration: int, sent_ms: int | None = None) 
 @transaction
 def mark_first_train_sent(tx: Connection, iteration: int) -> bool:
     """Note that the iteration's train job is sent now. Return False, and note nothing, if that was noted before, if a group of
-    the iteration is open, or if another transaction has locked the iteration, because it is noting the same.
+    the iteration is open, or if another transaction has locked the iteration: then the control loop sends what is missing.
     """
     skip_flush(tx)
     is_open = exists().where(schema.groups.c.iteration_id == iteration, schema.groups.c.status.in_(OPEN))

@@ -293,7 +293,7 @@ def extend_leases(db: Database, fences: Sequence[Fence], lease_seconds: float) -
     """Renew the leases of these claims, and return the ids of the groups that the claims still hold.
 
     The groups that are not locked come first, and each other group has its own transaction. Otherwise, all renewed groups would
-    stay locked while one group's commit is awaited.
+    stay locked while this function waits for the transaction that has locked one of them.
     """
     held = _extend_leases(db, fences, lease_seconds, select_unlocked(_GROUPS.id, [fence.group for fence in fences]))
     for fence in fences:
