@@ -112,15 +112,12 @@ def too_many(what: str) -> ApiError:
     return ApiError(429, f"{what}. Wait until some of them have ended.", "too_many_requests", "rate_limit_error", retry_after=1)
 
 
-def no_holder(seconds: float, is_local: bool = False, reason: str = "") -> ApiError:
-    """Return the error for an episode that no worker has held for `seconds`. If `is_local`, only this process can hold it;
-    `reason` says why it cannot, and is empty if that is unknown.
-    """
-    message = f"No rollout worker has served this episode for {seconds:g} s. Send the call again."
-    if is_local:
-        parts = (f"This episode could not be served for {seconds:g} s", reason.rstrip("."), "Send the call again")
-        message = " ".join(f"{part}." for part in parts if part)
-    return ApiError(503, message, "no_holder", "server_error", retry_after=5)
+def no_holder(seconds: float, is_local: bool = False) -> ApiError:
+    """Return the error for an episode that no worker has held for `seconds`. If `is_local`, only this process can hold it."""
+    problem = f"No rollout worker has served this episode for {seconds:g} s."
+    if is_local:  # the reason may contain addresses, which are not for clients
+        problem = f"This episode could not be served for {seconds:g} s; the reason is in the server's log."
+    return ApiError(503, f"{problem} Send the call again.", "no_holder", "server_error", retry_after=5)
 
 
 def broken(seconds: float) -> ApiError:

@@ -6,6 +6,7 @@ them to this process. A request continues an earlier turn of its episode or begi
 is committed before the response ends. When the agent has ended, this process scores and ends the episode.
 """
 
+import re
 import time
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import CancelledError, Future
@@ -75,6 +76,7 @@ MAX_OPEN = 64
 MAX_ERROR = 500
 """The most characters of the error that a client gets if the engine's server failed."""
 ANOTHER_CHOICE = "another choice of one request"
+_ADDRESS = re.compile(r"(?: at)?\s*https?://\S+")
 RECORDED, TEXT = "recorded", "text"
 """The key and the value in `steps.asked` of a turn whose server returned only its text. Its tokens are not the sampled ones."""
 _told_runs: set[int] = set()
@@ -869,10 +871,13 @@ def _constraint_error(constraint: Constraint, error: ModelError) -> RequestError
 
 
 def _upstream_error(error: AgentRLError) -> RequestError:
-    """Return the error for a request whose turn the engine's server did not sample correctly, or which that server refused."""
+    """Return the error for a request whose turn the engine's server did not sample correctly, or which that server refused. Its
+    text has no address of a server.
+    """
+    message = f"{_ADDRESS.sub('', error.message):.{MAX_ERROR}}"
     if isinstance(error, RequestRefused) and error.status == 400:  # a repetition would be refused too
-        return RequestError(400, f"{error.message:.{MAX_ERROR}}", "upstream_refused")
-    return RequestError(502, f"{error.message:.{MAX_ERROR}}", "upstream_failed", kind="server_error")
+        return RequestError(400, message, "upstream_refused")
+    return RequestError(502, message, "upstream_failed", kind="server_error")
 
 
 def _constraint_record(turn: AgentTurn, done: Completion, message: Message, chat: Chat) -> dict[str, Any]:

@@ -45,8 +45,6 @@ FORGET_SECONDS = 3600.0
 """The time between two searches for episodes whose retention time is over, in seconds."""
 REPEAT_SECONDS = 30.0
 """The time after which a warning with an unchanged reason is logged again, in seconds."""
-RECENT_SECONDS = 30.0
-"""The time for which `recent_failure` returns a failure, in seconds."""
 MAX_REASON = 500
 """The most characters of a failure's reason."""
 
@@ -135,9 +133,8 @@ class ServedEpisodes:
     _lost_groups: set[Fence] = field(default_factory=set)
     _lost_runs: Set[int] = frozenset()
     _closing: threading.Event = field(default_factory=threading.Event)
-    _failure: tuple[str, float] = ("", 0.0)
-    """The last ServiceError's text, and when it occurred, on the monotonic clock."""
-    _logged_at: float = 0.0
+    _logged: tuple[str, float] = ("", 0.0)
+    """The last warning that a service does not answer, and when it was logged, on the monotonic clock."""
 
     def __post_init__(self) -> None:
         self._heartbeat = Heartbeat(self.db, settings().lease_seconds)
@@ -171,13 +168,6 @@ class ServedEpisodes:
         self._closing.set()
         self._wake()
         self._thread.join()
-
-    def recent_failure(self) -> str:
-        """Return why episodes cannot be served now: the last error of the database or of the server that samples; empty if
-        there was none in the last `RECENT_SECONDS`. Thread-safe.
-        """
-        reason, failed_at = self._failure
-        return reason if reason and time.monotonic() - failed_at < RECENT_SECONDS else ""
 
     # in the thread
 
@@ -380,10 +370,9 @@ class ServedEpisodes:
         reason, now = f"{error!s:.{MAX_REASON}}", time.monotonic()
         if self.has_upstream:
             reason = reason.replace("AGENTRL_ENGINE_URL", "--upstream")
-        if reason != self._failure[0] or now - self._logged_at > REPEAT_SECONDS:
+        if reason != self._logged[0] or now - self._logged[1] > REPEAT_SECONDS:
             log.warning("%s", reason)
-            self._logged_at = now
-        self._failure = (reason, now)
+            self._logged = (reason, now)
 
     # orders
 

@@ -70,15 +70,14 @@ class _CannotContinue(Exception):
 class Samplers:
     """The connections to the workers that sample: over HTTP, or by a function if the sampler is in this process."""
 
-    def __init__(self, local: Sample | None = None, find_failure: Callable[[], str] = str) -> None:
+    def __init__(self, local: Sample | None = None) -> None:
         """Prepare the connections.
 
         Args:
             local: the function that samples in this process for all requests; it raises RequestError before it responds. None:
                 requests are sent over HTTP to the worker's address.
-            find_failure: the function that returns why this process cannot sample now; empty if the reason is unknown.
         """
-        self.local, self.find_failure = local, find_failure
+        self.local = local
         self._transport: httpx2.AsyncHTTPTransport | None = None
 
     @asynccontextmanager
@@ -179,8 +178,7 @@ class Forwarding:
                     if time.monotonic() - began > STEADY_SECONDS:
                         waiting_since, pause = time.monotonic(), 0.0
             if time.monotonic() - waiting_since > self._wait:
-                local = self._samplers.local is not None
-                raise api_errors.no_holder(self._wait, local, self._samplers.find_failure())
+                raise api_errors.no_holder(self._wait, self._samplers.local is not None)
             pause = min(MAX_PAUSE, max(FIRST_PAUSE, 1.5 * pause))
             await asyncio.sleep(min(pause, self._wait))
             if time.monotonic() - self._heard_at > self._quiet:

@@ -90,9 +90,7 @@ async def _serve(
 ) -> None:
     max_calls, wait_seconds = settings().endpoint_calls, min(WAIT_SECONDS, settings().endpoint_wait_seconds)
     limits = EndpointLimits(open_calls=max_calls, open_per_attempt=max_calls, wait_seconds=wait_seconds)
-    app = Endpoint(
-        AttemptKeys(partial(endpoint_reads.find_places, db)), limits, clients, Samplers(sampler.answer, episodes.recent_failure)
-    )
+    app = Endpoint(AttemptKeys(partial(endpoint_reads.find_places, db)), limits, clients, Samplers(sampler.answer))
     server = make_server(app)
 
     async def watch() -> None:

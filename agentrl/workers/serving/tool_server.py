@@ -199,7 +199,7 @@ def _call_answer(tool: Tool, arguments: dict[str, Any], notebook: Notebook | Non
     try:
         result = refused or _run_tool(tool, arguments, notebook)
     except InfraError as error:
-        raise HTTPException(503, storable(str(error))) from error
+        raise HTTPException(503, f"{tool.name} cannot run now; the reason is in the server's log.") from error
     return CallResult(storable(result.content), result.error_class, result.seconds)
 
 
