@@ -199,6 +199,7 @@ def _call_answer(tool: Tool, arguments: dict[str, Any], notebook: Notebook | Non
     try:
         result = refused or _run_tool(tool, arguments, notebook)
     except InfraError as error:
+        log.error("%s cannot run now: %.500s", tool.name, storable(str(error)))
         raise HTTPException(503, f"{tool.name} cannot run now; the reason is in the server's log.") from error
     return CallResult(storable(result.content), result.error_class, result.seconds)
 
