@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from agentrl.workers.serving.endpoint_app import EndpointLimits
+from agentrl.workflow.dialects import completions
 from agentrl.workflow.dialects.paths import DIALECTS
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.trajectory import Message, ToolCall
@@ -496,12 +497,13 @@ def test_completions_refuse_hostile_prompts(db: Database, more: Any) -> None:
         assert COMPLETIONS.error_of(answer.json())
 
 
-def test_completions_refuse_prompt_of_many_ids(db: Database) -> None:
+def test_completions_refuse_many_ids_before_other_work(db: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions, "identity_of", lambda *_: pytest.fail("it was hashed"))
     with placed(db, Policy(ANSWER).engine, window=120) as place:
-        answer = place.post(COMPLETIONS, COMPLETIONS.body(["x"]) | {"prompt": [1] * 500_000})
+        answer = place.post(COMPLETIONS, COMPLETIONS.body(["x"]) | {"prompt": [1] * 500_000, "echo": True})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
-    assert "it has more than 120 tokens" in error["message"]
+    assert "it has 500000 tokens" in error["message"]
 
 
 def test_messages_count_tokens_samples_nothing(db: Database) -> None:

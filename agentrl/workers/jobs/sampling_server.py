@@ -72,6 +72,7 @@ class EpisodeServer(Protocol):
     model: str
     fingerprint: str
     policy_version: int
+    max_context: int
     allows_side_calls: bool
     records_text: bool
 
@@ -175,7 +176,7 @@ class SamplingServer:
     async def _sample(self, request: ForwardedRequest, begin: Begin, write: Write) -> None:
         """Let the holder sample a turn for the request, or count its tokens, and write the response."""
         episode, attempt, holder = await self.find(request.key)
-        read = partial(dialect_of(request.path).read, request.body, partial(holder.recorded, episode))
+        read = partial(dialect_of(request.path).read, request.body, partial(holder.recorded, episode), holder.max_context)
         ask = read() if len(request.body) <= SMALL_BODY else await asyncio.to_thread(read)
         counts = request.path in COUNTERS
         ask = replace(ask, model=ask.model or holder.model, counts_only=counts, stream=ask.stream and not counts)

@@ -50,12 +50,13 @@ FIELD_NAMES = (
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def read(body: bytes, recorded: Recorded = find_none) -> Ask:
+def read(body: bytes, recorded: Recorded = find_none, max_ids: int = 0) -> Ask:
     """Parse the request.
 
     Args:
         body: the body, as JSON.
         recorded: not used, because a request contains its complete conversation.
+        max_ids: not used, because no prompt is a list of ids.
 
     Raises:
         RequestError: the request is invalid (status 400). The message names the invalid field.

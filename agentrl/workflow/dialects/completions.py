@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.workflow.chat.letters import Letters
 from agentrl.workflow.chat.stop_strings import StopCut, cut_at_stop
-from agentrl.workflow.dialects import Ask, Recorded, ReplyHead, ResponseTurn, chat_completions, find_none
+from agentrl.workflow.dialects import Ask, Recorded, ReplyHead, ResponseTurn, chat_completions, find_none, too_long
 from agentrl.workflow.dialects.fields import Fields, load_object
 from agentrl.workflow.dialects.reply_text import is_cut_off
 from agentrl.workflow.dialects.request_parts import (
@@ -51,23 +51,25 @@ REFUSED = ("echo", "suffix", "best_of")
 """The refused fields, unless they request nothing. If these fields were ignored, a request would have another meaning."""
 
 
-def read(body: bytes, recorded: Recorded = find_none) -> Ask:
+def read(body: bytes, recorded: Recorded = find_none, max_ids: int = MAX_IDS) -> Ask:
     """Parse the request.
 
     Args:
         body: the body, as JSON.
         recorded: not used, because a request contains its complete prompt.
+        max_ids: the most ids that a prompt of ids may have.
 
     Raises:
         RequestError: the request is invalid (status 400). The message names the invalid field.
     """
     fields = Fields(load_object(body))
+    prompt = _prompt(fields, max_ids)  # a prompt that is too long is refused before other work
     for name in REFUSED:
         if fields.has(name) and fields.values[name] not in USUAL[name]:
             raise fields.error(name, "it is not supported; leave it out", "unsupported_parameter")
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
     return Ask(
-        messages=(_prompt(fields),),
+        messages=(prompt,),
         model=fields.text("model", MAX_NAME),
         max_tokens=fields.integer("max_tokens", 1, MAX_COUNT) or DEFAULT_MAX_TOKENS,
         stop=fields.texts("stop", MAX_STOPS, MAX_STOP) if fields.values.get("stop") not in (None, [], "") else (),
@@ -84,15 +86,15 @@ def read(body: bytes, recorded: Recorded = find_none) -> Ask:
     )
 
 
-def _prompt(fields: Fields) -> Message:
+def _prompt(fields: Fields, max_ids: int) -> Message:
     """Return the only prompt of the request: a text, or ids as JSON."""
     value = fields.values.get("prompt")
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
     if isinstance(value, str) and value:
         return Message("prompt", Fields({"prompt": value}).text("prompt"))
-    if isinstance(value, list) and len(value) > MAX_IDS:
-        raise fields.error("prompt", f"it has {len(value)} items; at most {MAX_IDS} are allowed")
+    if isinstance(value, list) and len(value) > max_ids:
+        raise too_long(max_ids, len(value), "prompt")
     if isinstance(value, list) and value and all(type(token) is int for token in value):
         if not all(0 <= token < MAX_COUNT for token in value):
             raise fields.error("prompt", "it contains a number that is not a token id")

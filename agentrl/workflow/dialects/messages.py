@@ -74,12 +74,13 @@ KINDS = {
 """The API's error type for an HTTP status. Other statuses from 500 on have `api_error`, the rest `invalid_request_error`."""
 
 
-def read(body: bytes, recorded: Recorded = find_none) -> Ask:
+def read(body: bytes, recorded: Recorded = find_none, max_ids: int = 0) -> Ask:
     """Parse the request.
 
     Args:
         body: the body, as JSON.
         recorded: finds the response that the request continues.
+        max_ids: not used, because no prompt is a list of ids.
 
     Raises:
         RequestError: the request is invalid (status 400). The message names the invalid field.

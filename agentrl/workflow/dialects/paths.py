@@ -39,8 +39,10 @@ class Events(Protocol):
 class Dialect(Protocol):
     """The functions of a dialect's module."""
 
-    def read(self, body: bytes, recorded: Recorded) -> Ask:
-        """Parse a request. `recorded` finds earlier responses that the request names by their ids."""
+    def read(self, body: bytes, recorded: Recorded, max_ids: int) -> Ask:
+        """Parse a request. `recorded` finds earlier responses that the request names by their ids. `max_ids` is the most token
+        ids that its prompt may have, if it has a prompt of ids.
+        """
 
     def whole(self, ask: Ask, turns: Sequence[ResponseTurn], head: ReplyHead, chat: "Chat") -> dict[str, Any]:
         """Return the complete response."""

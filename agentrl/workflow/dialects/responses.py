@@ -97,12 +97,13 @@ Names = Mapping[str, tuple[str, str]]
 """For the functions in namespaces: the offered name -> the namespace and the name in it."""
 
 
-def read(body: bytes, recorded: Recorded = find_none) -> Ask:
+def read(body: bytes, recorded: Recorded = find_none, max_ids: int = 0) -> Ask:
     """Parse the request.
 
     Args:
         body: the body, as JSON.
         recorded: finds the responses that the request names by their ids.
+        max_ids: not used, because no prompt is a list of ids.
 
     Raises:
         RequestError: the request is invalid, or names an unknown response (status 400). The message names the field.
