@@ -221,7 +221,7 @@ def _episode_row(row: Any) -> dict[str, Any]:
     call, more = row["failed_call"], f" (+{row['more_errors']})" * bool(row["more_errors"])
     failure = f"{call['tool'] or 'unreadable call'}: {call['error_class']}{more}: {call['result'] or ''}" if call else ""
     if row["error"]:
-        failure = f"{row['error_class']}{more}: {row['error']}"
+        failure = f"{row['error']}{more}"
     short = {"final_answer": one_line(row["final_answer"], ANSWER_CHARS), "question": one_line(row["question"], QUESTION_CHARS)}
     return {**row, **short, "reference": one_line(row["reference"], ANSWER_CHARS), "error": failure}
 

@@ -92,8 +92,8 @@ def test_episodes_command_finds_failed_agents_with_reason(outside: str, capsys: 
     assert "outside" in agentrl(capsys, "runs")
     listed = agentrl(capsys, "episodes", "outside")
     assert "agent_error" in listed
-    assert "error: AgentError: KeyError: 'x'" in listed
-    assert "error: AgentError: RuntimeError: boom" in listed
+    assert "error: KeyError: 'x'" in listed
+    assert "error: RuntimeError: boom" in listed
     only = agentrl(capsys, "episodes", "outside", "--stop-reason", "agent_error")
     assert "agent_error" in only
     assert "failed" not in only

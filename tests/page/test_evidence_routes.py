@@ -71,7 +71,7 @@ def test_evidence_shows_question_parts_and_failed_call(database: Database) -> No
     assert row["more_errors"] == 2
     assert _episode_row(row)["error"] == "calculator: code_error (+2): SyntaxError: é"
     ended = {**row, "error": "lost", "error_class": "infra", "more_errors": 3}
-    assert _episode_row(ended)["error"] == "infra (+3): lost"
+    assert _episode_row(ended)["error"] == "lost (+3)"
     page = PageOver(database)
     for asked in ({"text": "syntaxerror: é"}, {"text": "6*7"}, {"text": "turn 0"}, {"error_class": "code_error"}):
         assert listed(page, **asked) == [row["id"]], asked
