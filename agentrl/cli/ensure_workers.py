@@ -137,10 +137,10 @@ def _check_named_broker(needs: "Requirements", there: bool, fit: bool) -> list[s
         workers, missing, remarks = _ask_named_broker(needs)
     if there and missing:
         hint = "Start them, or pass --detach to submit the run without workers"
-        raise ServiceError(_join_lines("Nothing was started.", missing), hint)
+        raise ServiceError(_join_lines("No worker was started.", missing), hint)
     unfit = [line for worker in workers for line in _lack_lines(worker)]
     if fit and unfit:
-        raise WorkerError(_join_lines("Nothing was started.", unfit), "Add what is missing, and restart those workers")
+        raise WorkerError(_join_lines("No worker was started.", unfit), "Add what is missing, and restart those workers")
     return [*missing, *unfit, *remarks, *(line for worker in workers for line in _difference_lines(worker))]
 
 
@@ -179,7 +179,7 @@ def _renew_embedded(needs: "Requirements", separate: bool, run: str) -> None:
     if mine:
         lines = [*unfit, *(f"This command {lack}" for lack in mine)]
         raise WorkerError(
-            _join_lines("Nothing was started: this command lacks something that the run needs, too.", lines), "Fix that first"
+            _join_lines("No worker was started: this command lacks something that the run needs, too.", lines), "Fix that first"
         )
     for line in unfit:
         say(line)
@@ -195,7 +195,7 @@ def _refuse_beside(run: str, unfit: Sequence[str]) -> None:
     others = control_reads.list_runs_beside(database(), run)
     if others:
         raise WorkerError(
-            _join_lines(f"Nothing was started. Other runs use the embedded stack: {', '.join(others)}.", unfit), RESTART_HINT
+            _join_lines(f"No worker was started. Other runs use the embedded stack: {', '.join(others)}.", unfit), RESTART_HINT
         )
 
 

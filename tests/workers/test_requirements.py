@@ -262,7 +262,7 @@ def test_check_workers_refuses_unfit_worker_if_required(home: Path, tmp_path: Pa
     mute = "The tools worker on host (pid 3) has not reported whether it can run this: it is still checking."
     on_broker(monkeypatch, found, ONE_EACH)
     question = asked(tmp_path)
-    with pytest.raises(WorkerError, match="Nothing was started") as refused:
+    with pytest.raises(WorkerError, match="No worker was started") as refused:
         ensure_workers._check_named_broker(question, there=True, fit=True)
     assert refused.value.exit_code == 11
     assert refused.value.message.split("\n  ")[1:] == [lacks]
@@ -283,7 +283,7 @@ def test_check_workers_requires_worker_for_each_queue(home: Path, tmp_path: Path
     on_broker(monkeypatch, [worker(1, "rollout", "train")], {**ONE_EACH, "tools": 0}, control=False)
     lines = ["No worker serves the queue 'tools'. Start one: agentrl worker tools", "No control loop runs."]
     monkeypatch.setattr(ensure_workers, "START_SECONDS", 0.0)
-    with pytest.raises(ServiceError, match="Nothing was started") as refused:
+    with pytest.raises(ServiceError, match="No worker was started") as refused:
         ensure_workers._check_named_broker(asked(tmp_path), there=True, fit=True)
     assert refused.value.message.split("\n  ")[1:] == lines
     assert ensure_workers._check_named_broker(asked(tmp_path), there=False, fit=False) == lines
