@@ -179,7 +179,7 @@ def test_agent_misspelling_gets_nearest_name(tmp_path: Path, monkeypatch: pytest
 
 
 def test_agent_refuses_tasks_without_messages_and_answering_envs() -> None:
-    with pytest.raises(DatasetError, match=r"1 of 2 tasks of 'gsm8k' have no messages \(the first is 't/1'\)"):
+    with pytest.raises(DatasetError, match=r"1 of 2 tasks of 'gsm8k' has no messages \(the first is 't/1'\)"):
         settled(f"{HERE}:solve", (SAID, Task("t/1", (), "1")))
     with pytest.raises(ConfigError, match="decides what follows a turn"):
         settled(f"{HERE}:solve", env=f"{HERE}:chatty")
