@@ -8,7 +8,7 @@ from typing import Any
 from agentrl import elsewhere
 from agentrl.api.dataset_input import plain
 from agentrl.workflow.config import FLAGS, KEYS, flatten
-from agentrl.workflow.errors import ConfigError, did_you_mean
+from agentrl.workflow.errors import ConfigError, suggest
 from agentrl.workflow.resolve import OTHER_NAMES, read_yaml
 
 
@@ -72,6 +72,5 @@ def _no_option_error(name: str, options: Collection[str]) -> ConfigError:
         advice = elsewhere.OPTIONS[name]
         hint = f"{advice[:1].upper()}{advice[1:]}."
     else:
-        near = did_you_mean(name[:100], options)
-        hint = near if near.startswith("Did") else "`agentrl config show` lists them."
+        hint = suggest(name[:100], options) or "`agentrl config show` lists them."
     return ConfigError(f"There is no option {name!r:.100}.", hint)

@@ -218,7 +218,7 @@ def _find_evidence(db: Any, chosen: Any, sort: str, limit: int, offset: int) -> 
 
 
 def _episode_row(row: Any) -> dict[str, Any]:
-    call, more = row["failed_call"], f" (+{row['more_errors']})" * bool(row["more_errors"])
+    call, more = row["failed_call"], f" (+{row['more_errors']})" if row["more_errors"] else ""
     failure = f"{call['tool'] or 'unreadable call'}: {call['error_class']}{more}: {call['result'] or ''}" if call else ""
     if row["error"]:
         failure = f"{row['error']}{more}"

@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 from agentrl.cli.console import Json, say, show, show_json, show_table
 from agentrl.cli.options import Assignments, ConfigFile
-from agentrl.workflow.errors import ConfigError, did_you_mean
+from agentrl.workflow.errors import ConfigError, suggest
 
 db = typer.Typer(help="The revision of the database.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -22,9 +22,8 @@ class ConfigCommands(TyperGroup):
         """Return the subcommand that the words name. Raise ConfigError if there is no such subcommand."""
         if not ctx.resilient_parsing and args[0] not in self.commands:
             word = args[0][:100]
-            closest = did_you_mean(word, self.commands)
-            hint = f"Show the config of a run: agentrl config show {quote(word)}"
-            raise ConfigError(f"`agentrl config` has no subcommand {word!r}.", closest if closest.startswith("Did") else hint)
+            hint = suggest(word, self.commands) or f"Show the config of a run: agentrl config show {quote(word)}"
+            raise ConfigError(f"`agentrl config` has no subcommand {word!r}.", hint)
         return super().resolve_command(ctx, args)
 
 

@@ -193,10 +193,20 @@ class Stopped(KeyboardInterrupt):
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return the hint for an unknown name: the closest known name, or the list of known names."""
     names = sorted(choices)
+    return suggest(word, names) or (f"Known: {', '.join(names)}." if names else "None exists.")
+
+
+def suggest(word: str, choices: Iterable[str]) -> str:
+    """Return the hint with the known name that is closest to an unknown one; empty if none is close."""
+    name = closest_name(word, choices)
+    return f"Did you mean {name!r}?" if name else ""
+
+
+def closest_name(word: str, choices: Iterable[str]) -> str:
+    """Return the known name that is closest to an unknown one; empty if none is close."""
+    names = sorted(choices)
     close = [name for name in names if _is_swap(word, name)] or get_close_matches(word, names, n=1, cutoff=LEAST_LIKENESS)
-    if close:
-        return f"Did you mean {close[0]!r}?"
-    return f"Known: {', '.join(names)}." if names else "None exists."
+    return close[0] if close else ""
 
 
 def _is_swap(word: str, name: str) -> bool:

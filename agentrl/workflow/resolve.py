@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from agentrl.workflow.config import FLAGS, KEYS, OLDER_KEYS, RunConfig, build, flatten
-from agentrl.workflow.errors import ConfigError, did_you_mean
+from agentrl.workflow.errors import ConfigError, closest_name, suggest
 
 ENV_PREFIX = "AGENTRL_RUN_"
 MISSPELT = 0.85
@@ -210,11 +210,8 @@ def _suggest(key: str, value: Any = None) -> str:
     same_leaf = [option for option in KEYS if option.rpartition(".")[2] == key.rpartition(".")[2]]
     if of_section or same_leaf:
         return f"Did you mean {(of_section or same_leaf)[0]!r}?"
-    hint = did_you_mean(key, KEYS)
-    if hint.startswith("Did"):
+    if hint := suggest(key, KEYS):
         return hint
-    leaf = did_you_mean(key.rpartition(".")[2], [option.rpartition(".")[2] for option in KEYS])
-    if leaf.startswith("Did"):
-        word = leaf.split("'")[1]
-        return f"Did you mean {next(option for option in KEYS if option.rpartition('.')[2] == word)!r}?"
+    if leaf := closest_name(key.rpartition(".")[2], [option.rpartition(".")[2] for option in KEYS]):
+        return f"Did you mean {next(option for option in KEYS if option.rpartition('.')[2] == leaf)!r}?"
     return "`agentrl config show` lists them."

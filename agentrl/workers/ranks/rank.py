@@ -108,8 +108,10 @@ def _limit_join(place: RankPlace, replies: RankReplies) -> Iterator[None]:
     timer.daemon = True
     if place.has_other_hosts:
         timer.start()
-    yield
-    timer.cancel()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _join(place: RankPlace, replies: RankReplies) -> Any:

@@ -231,8 +231,9 @@ class RankGroup:
     def _cause(self, number: int, error: Mapping[str, Any], name: str) -> AgentRLError:
         """Return the error that a rank reported. If it is the consequence of another rank's end, return that.
 
-        The error may be that of another rank (`ErrorOfRank`). It is a consequence if another rank ended before the error, or
-        by one of DEADLY_SIGNALS, which may be seen a little later. Another end that is seen later may itself be a consequence.
+        A rank may report the error of another rank (`ErrorOfRank`). An error is a consequence if another rank ended before it,
+        or by one of DEADLY_SIGNALS, which may be seen a little later. Another end that is seen later may itself be a
+        consequence.
         """
         others = {other: rank.process for other, rank in enumerate(self._ranks) if other != number and rank.process is not None}
         ended = [] if error["class"] else [other for other, process in others.items() if process.poll()]

@@ -104,6 +104,8 @@ def _send_requests(row: RendezvousRow, devices: list[str], error: str, stack: Ex
     member = secrets.token_hex(8)
     for index, device in enumerate(devices):
         links.append(stack.enter_context(_connect(row.address)))
+        if index == 0:
+            error = error or _interface_error(links[0].getsockname()[0])
         request = JoinRequest(
             token=row.token,
             **versions(),
@@ -112,7 +114,7 @@ def _send_requests(row: RendezvousRow, devices: list[str], error: str, stack: Ex
             device=device.partition(":")[0],
             devices=len(devices),
             index=index,
-            error=error or _interface_error(links[0].getsockname()[0]),
+            error=error,
         )
         links[index].sendall(request.encode())
     return links

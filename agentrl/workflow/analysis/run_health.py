@@ -252,8 +252,8 @@ def find_iteration_troubles(run: str, iterations: Sequence[IterationRecord], alg
 
 
 def join_troubles(of_run: Mapping[str, Trouble], of_iterations: Mapping[str, Trouble]) -> list[Trouble]:
-    """Return the troubles of a run and of its iterations, one for each subject, the problems first. The run's trouble says
-    more about the cause. It is a problem if that of the iterations is.
+    """Return the troubles of a run and of its iterations, one for each subject, the problems first. Where both have a trouble,
+    the run's says more about the cause. The joined trouble is a problem if one of the two is a problem.
     """
     troubles = {**of_run}
     for subject, trouble in of_iterations.items():
@@ -330,7 +330,9 @@ _CAUSES_OF_SKIPPING: Mapping[str, tuple[str, ...]] = {
     NO_ADVANTAGE: ("groups", "solved"),
     TOO_FEW_EPISODES: ("episodes",),
 }
-"""The subjects of the troubles that explain why an update was skipped, by the reason in the iteration's row."""
+"""The subjects of the troubles that explain why an update was skipped, by the reason in the iteration's row. If there is no
+such trouble, the skipped update is reported under the first subject.
+"""
 _RULES: Mapping[str, tuple[Any, str]] = {
     "clip_fraction": (
         _over(MAX_CLIPPED),

@@ -144,7 +144,7 @@ def _too_few_reason(ended: Mapping[str, int], planned: int) -> str:
     done = ended.get("done", 0)
     others = ", ".join(f"{count} {status}" for status, count in ended.items() if status != "done")
     some = f"{f'only {done}' if done else 'none'} of the {format_count(planned, 'episode')}"
-    return f"{some} can train{': ' * bool(others)}{others}"
+    return f"{some} can train" + (f": {others}" if others else "")
 
 
 def _load_group_rewards(tx: Connection, iteration: int) -> list[list[float]] | None:

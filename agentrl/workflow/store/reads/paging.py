@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2s
 from typing import Any, Generic, TypeVar
 
-from agentrl.workflow.errors import ConfigError, did_you_mean
+from agentrl.workflow.errors import ConfigError, did_you_mean, suggest
 from agentrl.workflow.store.driver_reader import among, select_rows
 from agentrl.workflow.store.row_codecs import MAX_ID, SORTED_CHARS
 from agentrl.workflow.tables.view_row import ViewRow
@@ -329,9 +329,8 @@ def choose_conditions(
 def check_choice(word: str, words: Sequence[str], what: str) -> None:
     """Raise ConfigError, with all choices, if a word is none of them. `what` says what the words name."""
     if word not in words:
-        hint = did_you_mean(str(word)[:60], words)
-        sentence = f"The {what} is one of {', '.join(words)}."
-        raise ConfigError(f"There is no {what} {word!r:.60}.", f"{hint} {sentence}" if hint.startswith("Did") else sentence)
+        hint = f"{suggest(str(word)[:60], words)} The {what} is one of {', '.join(words)}.".strip()
+        raise ConfigError(f"There is no {what} {word!r:.60}.", hint)
 
 
 def escape_like(text: str) -> str:

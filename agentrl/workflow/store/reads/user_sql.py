@@ -15,7 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.workflow.errors import AccessDenied, ConfigError, NotFoundError, ServiceError, did_you_mean
+from agentrl.workflow.errors import AccessDenied, ConfigError, NotFoundError, ServiceError, suggest
 from agentrl.workflow.runtime.limited_process import limit_processor_time
 from agentrl.workflow.runtime.warm_processes import Warm
 from agentrl.workflow.settings import Settings
@@ -89,8 +89,7 @@ def _nearest_name_hint(sql: str, message: str) -> str:
         {column for view in sql_words & VIEWS.keys() for column in VIEWS[view].COLUMNS} if kind == "column" else set(VIEWS)
     )
     name = name.rpartition(".")[2][:100]
-    hint = did_you_mean(name, candidates)
-    if hint.startswith("Did"):
+    if hint := suggest(name, candidates):
         return hint
     elsewhere = [view for view, row in VIEWS.items() if kind == "column" and candidates and name in row.COLUMNS]
     return f"The column {name} is in {', '.join(elsewhere)}: agentrl sql --schema {elsewhere[0]}" if elsewhere else ""
