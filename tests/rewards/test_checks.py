@@ -1,6 +1,7 @@
 """Tests that are a program: every form that HumanEval's and MBPP's have is judged, by the answer's function alone."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,13 @@ def test_program_tests_makes_dependent_calls_in_limited_rounds(box: None, tmp_pa
     assert earned("def up(n): return n + 2", nested(code_judge.MAX_ROUNDS + 1)) == 0.0, "but not for ever"
 
 
+@pytest.fixture
+def module_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`program_tests.outcome`, called in this process, replaces the module `tests`, the package of these tests, by its own."""
+    monkeypatch.setitem(sys.modules, program_tests.MODULE, sys.modules[program_tests.MODULE])
+
+
+@pytest.mark.usefixtures("module_put_back")
 def test_program_tests_shows_answer_only_arguments() -> None:
     test = (
         "secret = [2]\ndef helper(x):\n    assert x != 77\n    return x\ndef check(candidate):\n    expected, one = [4242], 1\n"
@@ -211,6 +219,7 @@ OTHER_ARGUMENTS = {
 }
 
 
+@pytest.mark.usefixtures("module_put_back")
 @pytest.mark.parametrize("name", OTHER_ARGUMENTS)
 def test_outcome_refuses_argument_its_source_does_not_repeat(name: str) -> None:
     head = "class Times:\n    def __init__(self, n): self.n = n\n    def __call__(self, x): return self.n * x\n"
