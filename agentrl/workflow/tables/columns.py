@@ -18,7 +18,6 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     func,
-    literal,
     or_,
 )
 from sqlalchemy.ext.compiler import compiles
@@ -143,8 +142,3 @@ def is_one_of(column: Column[str], values: Iterable[str]) -> ColumnElement[bool]
     compiled in advance.
     """
     return or_(*(column == value for value in values))
-
-
-def first_time(column: Column[datetime], moment: datetime) -> ColumnElement[datetime]:
-    """Return the SQL for the column's timestamp, or for `moment` if the column is NULL."""
-    return func.coalesce(column, literal(moment, Utc()))
