@@ -303,7 +303,7 @@ def _pairs_on_one_split(
     if not pairs:
         again = _same_tasks_options(one, len(tasks(one["id"])))
         raise NoEvaluationPair(
-            f"Cannot compare: {first!r} was measured on {_split_name(one)}, and {second!r} on {_split_name(other)}.",
+            f"{first!r} was measured on {_split_name(one)}, and {second!r} on {_split_name(other)}.",
             f"Evaluate {second!r} on {_split_name(one)} too: agentrl eval --policy {second}{again}",
         )
     different = [(a, b) for a, b in pairs if a.row["id"] != b.row["id"]]

@@ -12,8 +12,6 @@ from typing import Any, NoReturn
 
 from typer.models import ParameterInfo
 
-from agentrl.workflow.tables.column_values import EPISODE_STATUS, RUN_KINDS, STOP_REASONS
-
 Choice = str | tuple[str, str]
 """A word, or a word with its description."""
 
@@ -107,6 +105,15 @@ def _fixed_choices(*choices: str) -> Callable[[str], list[Choice]]:
     return lambda incomplete: list(choices)
 
 
+def _column_choices(constant: str) -> Callable[[str], list[Choice]]:
+    def choices(incomplete: str) -> list[Choice]:
+        from agentrl.workflow.tables import column_values
+
+        return list(getattr(column_values, constant))
+
+    return choices
+
+
 def _view_choices(incomplete: str) -> list[Choice]:
     from agentrl.workflow.tables.views import VIEWS
 
@@ -120,8 +127,8 @@ CHOICES: Mapping[str, Callable[[str], list[Choice]]] = {
     "split": _fixed_choices("train", "test"), "env": _plugin_choices("envs"), "tools": _plugin_choices("tools"),
     "reward": _plugin_choices("rewards"), "algorithm": _plugin_choices("algorithms"), "engine": _plugin_choices("engines"),
     "trainer": _plugin_choices("trainers"), "assignments": _assignment_choices,
-    "status": _fixed_choices(*EPISODE_STATUS), "stop_reason": _fixed_choices(*STOP_REASONS),
-    "kind": _fixed_choices(*RUN_KINDS),
+    "status": _column_choices("EPISODE_STATUS"), "stop_reason": _column_choices("STOP_REASONS"),
+    "kind": _column_choices("RUN_KINDS"),
     "verify": _fixed_choices("tools", "tokens", "rewards", "all"), "query": _view_choices,
     "role": _fixed_choices("rollout", "tools", "train", "control", "rollout,train", "supervisor", "redis"),
 }  # fmt: skip

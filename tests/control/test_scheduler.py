@@ -41,6 +41,7 @@ def test_plan_sends_new_iteration_as_one_chord() -> None:
 def test_plan_does_not_send_chord_again_whose_mark_was_skipped() -> None:
     """Its only open group was claimed, and its row locked, while the chord's send was marked."""
     assert plan(world(replace(HELD, sent_ago=None, sends=0))) == []
+    assert plan(world(replace(NEVER, expired_ago=1.0))) == [SendRollouts((1,))], "and then its worker was lost"
 
 
 def test_plan_trains_iteration_with_terminal_groups() -> None:

@@ -23,6 +23,7 @@ from agentrl.workflow.analysis.run_health import (
     list_update_troubles,
 )
 from agentrl.workflow.runtime.shown_text import plain
+from agentrl.workflow.stats.group_variance import NO_GROUP_VARIES
 from agentrl.workflow.store import train_commits
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.migrate import open_database
@@ -124,6 +125,14 @@ def test_iteration_health_of_groups(counts: GroupCounts, algorithm: str | None, 
     compares = algorithm == "grpo"
     assert list_checked([record], algorithm) == ["episodes", *(["groups"] if compares else []), "updates"]
     assert list_checked([IterationRecord(ITERATION, [], GroupCounts())], algorithm) == ["episodes"]
+
+
+@pytest.mark.parametrize(("right", "texts"), [(8, ["8 of 8"]), (5, ["The update made no step", "5 of 8"])])
+def test_skipped_update_is_explained_by_solved_groups_only_if_all_are(right: int, texts: list[str]) -> None:
+    record = IterationRecord({**ITERATION, "skipped": NO_GROUP_VARIES}, [], GroupCounts(8, 8, right))
+    troubles = list_update_troubles("first", record, GRPO)
+    assert [trouble.text[: len(text)] for trouble, text in zip(troubles, texts, strict=True)] == texts
+    assert [trouble.is_note for trouble in troubles] == [False, True][-len(texts) :]
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,19 @@ def test_heartbeats_and_send_marks_hold_no_lock_while_they_wait(postgres: Databa
     assert values(postgres, "SELECT sends FROM groups ORDER BY id") == [1 + marks] * 3 + [1]
 
 
+def test_mark_of_train_job_waits_for_claim(postgres: Database) -> None:
+    """A trainer may claim an iteration before its sender has marked it; without a mark, no view would show the update."""
+    start(postgres, submission())
+    with ThreadPoolExecutor(1) as pool:
+        with postgres.engine.begin() as claiming:
+            claiming.execute(select(tables.iterations.c.id).where(tables.iterations.c.id == 1).with_for_update())
+            marking = pool.submit(planning.mark_train_sent, postgres, 1)
+            while not value(postgres, "SELECT count(*) FROM pg_locks WHERE NOT granted"):
+                assert not marking.done()
+        marking.result(30)
+    assert value(postgres, "SELECT train_sends FROM iterations WHERE id = 1") == 1
+
+
 def test_group_lost_with_five_workers_is_poison(database: Database) -> None:
     group, _ = start(database, submission())
     for _ in range(MAX_LOSSES):

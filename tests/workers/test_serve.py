@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import pytest
@@ -278,18 +279,18 @@ BAD_RESPONSES: dict[str, tuple[tuple[int, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def upstream(world_model: Path, module_folder: Path) -> Iterator[tuple[Any, Served]]:
-    """A server that serves with an upstream, and the upstream's routes."""
+def upstream(world_model: Path, module_folder: Path) -> Iterator[tuple[Any, Served, str]]:
+    """The upstream's routes, a server that serves with this upstream, and the upstream's URL."""
     with served_model(world_model) as (routes, url), serving(world_model, module_folder / "up", "--upstream", url) as made:
-        yield routes, made
+        yield routes, made, url
 
 
 @pytest.mark.parametrize(
     ("path", "kind"),
     [*(("/v1/completions", kind) for kind in BAD_RESPONSES), *(("/v1/models", kind) for kind in [*BAD_STATUSES, "model"])],
 )
-def test_serve_client_gets_error_of_bad_upstream(upstream: tuple[Any, Served], path: str, kind: str) -> None:
-    routes, made = upstream
+def test_serve_client_gets_error_of_bad_upstream(upstream: tuple[Any, Served, str], path: str, kind: str) -> None:
+    routes, made, _ = upstream
     (status, response), reason = BAD_RESPONSES[kind]
     model = routes.name
     bad = (
@@ -323,9 +324,10 @@ def test_serve_client_gets_error_of_bad_upstream(upstream: tuple[Any, Served], p
     assert "Traceback" not in log.read_text()
 
 
-def test_serve_client_gets_400_of_upstream(upstream: tuple[Any, Served]) -> None:
-    routes, made = upstream
-    routes.instead["/v1/completions"] = (400, {"error": {"message": "The prompt is too long."}})
+def test_serve_client_gets_400_of_upstream(upstream: tuple[Any, Served, str]) -> None:
+    routes, made, url = upstream
+    reason = "The prompt is too long for {}. Use fewer than https://example.com/limits says."
+    routes.instead["/v1/completions"] = (400, {"error": {"message": reason.format(urlsplit(url).netloc)}})
     try:
         answer = made.post()
     finally:
@@ -333,7 +335,7 @@ def test_serve_client_gets_400_of_upstream(upstream: tuple[Any, Served]) -> None
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "upstream_refused")
     assert error["message"].startswith("The server refused /v1/completions: 400 ")
-    assert "The prompt is too long." in error["message"]
+    assert reason.format("[the server]") in error["message"]
     assert made.post().status_code == 200
 
 

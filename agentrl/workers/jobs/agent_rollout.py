@@ -6,7 +6,6 @@ them to this process. A request continues an earlier turn of its episode or begi
 is committed before the response ends. When the agent has ended, this process scores and ends the episode.
 """
 
-import re
 import time
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import CancelledError, Future
@@ -17,6 +16,7 @@ from itertools import islice
 from logging import getLogger
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import urlsplit
 
 from agentrl.workers.jobs.agent_calls import Accepted, AgentCall, Answered, AttemptGone, Refused
 from agentrl.workers.jobs.agent_conversation import KEPT, TOP, AgentTurn, Conversation, choice_id, prompt_hash
@@ -38,7 +38,7 @@ from agentrl.workflow.engines import Backend, Completion, Engine, GenerateReques
 from agentrl.workflow.errors import AgentRLError, ConfigError, InfraError, ModelError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
-from agentrl.workflow.inference.http import RequestRefused
+from agentrl.workflow.inference.http import RequestRefused, server_urls
 from agentrl.workflow.inference.prompt_draft import Draft
 from agentrl.workflow.runtime.faults import faultpoint
 from agentrl.workflow.settings import settings
@@ -76,7 +76,6 @@ MAX_OPEN = 64
 MAX_ERROR = 500
 """The most characters of the error that a client gets if the engine's server failed."""
 ANOTHER_CHOICE = "another choice of one request"
-_ADDRESS = re.compile(r"(?: at)?\s*https?://\S+")
 RECORDED, TEXT = "recorded", "text"
 """The key and the value in `steps.asked` of a turn whose server returned only its text. Its tokens are not the sampled ones."""
 _told_runs: set[int] = set()
@@ -872,9 +871,12 @@ def _constraint_error(constraint: Constraint, error: ModelError) -> RequestError
 
 def _upstream_error(error: AgentRLError) -> RequestError:
     """Return the error for a request whose turn the engine's server did not sample correctly, or which that server refused. Its
-    text has no address of a server.
+    text does not have the server's address.
     """
-    message = f"{_ADDRESS.sub('', error.message):.{MAX_ERROR}}"
+    message = error.message
+    for url in server_urls(settings()):
+        message = message.replace(f" at {url}", "").replace(urlsplit(url).netloc, "[the server]")
+    message = f"{message:.{MAX_ERROR}}"
     if isinstance(error, RequestRefused) and error.status == 400:  # a repetition would be refused too
         return RequestError(400, message, "upstream_refused")
     return RequestError(502, message, "upstream_failed", kind="server_error")

@@ -81,7 +81,7 @@ def _train_claimed(work: IterationWork) -> None:
         published = _run_iteration(work, fenced)
     except Fenced as error:
         log.info("%s", error)
-    except ServiceError as error:  # a service was away for long, or this worker ends: this costs the iteration no attempt
+    except ServiceError as error:  # a service was away for long, or this worker ends: handing back costs no attempt
         log.warning("iteration %d of %s is released: %s", work.iteration, work.run, error)
         write_when_possible(partial(train_claims.hand_back_iteration, database(), work.id, work.token))
     except (ConfigError, ModelError, CheckpointError) as error:

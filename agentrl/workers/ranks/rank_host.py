@@ -66,11 +66,12 @@ def _run_ranks_for(row: RendezvousRow, stopping: threading.Event) -> bool:
     devices, error = _find_devices(row)
     with ExitStack() as stack:
         try:
-            links = _send_requests(row, devices, error, stack)
+            links = [stack.enter_context(_connect(row.address)) for _ in devices]
+            interfaces, no_interface = _find_interfaces(links[0].getsockname()[0])
+            _send_requests(row, devices, error or no_interface, links)
             answers = [_read_answer(link, stopping) for link in links]
         except (OSError, EOFError):
             return False
-        interfaces = interfaces_at(links[0].getsockname()[0])
         processes = [
             start_rank(
                 RankPlace(**answer, local_rank=index, local_count=len(devices), device=devices[index]),
@@ -98,14 +99,10 @@ def _find_devices(row: RendezvousRow) -> tuple[list[str], str]:
         return ["none"], str(error)
 
 
-def _send_requests(row: RendezvousRow, devices: list[str], error: str, stack: ExitStack) -> list[socket.socket]:
-    """Open a connection for each device, and send a `JoinRequest` on it. `error` is why this host cannot take part."""
-    links: list[socket.socket] = []
+def _send_requests(row: RendezvousRow, devices: list[str], error: str, links: list[socket.socket]) -> None:
+    """Send a `JoinRequest` for each device on its connection. `error` is why this host cannot take part."""
     member = secrets.token_hex(8)
-    for index, device in enumerate(devices):
-        links.append(stack.enter_context(_connect(row.address)))
-        if index == 0:
-            error = error or _interface_error(links[0].getsockname()[0])
+    for index, (device, link) in enumerate(zip(devices, links, strict=True)):
         request = JoinRequest(
             token=row.token,
             **versions(),
@@ -116,17 +113,15 @@ def _send_requests(row: RendezvousRow, devices: list[str], error: str, stack: Ex
             index=index,
             error=error,
         )
-        links[index].sendall(request.encode())
-    return links
+        link.sendall(request.encode())
 
 
-def _interface_error(address: str) -> str:
-    """Return why this host has no network interface for the ranks; empty if it has one."""
+def _find_interfaces(address: str) -> tuple[dict[str, str], str]:
+    """Return the environment variables of `interfaces_at`, or none and the reason why this host has no interface for ranks."""
     try:
-        interfaces_at(address)
+        return interfaces_at(address), ""
     except ConfigError as error:
-        return str(error)
-    return ""
+        return {}, str(error)
 
 
 def _connect(address: str) -> socket.socket:

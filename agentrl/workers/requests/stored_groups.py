@@ -116,8 +116,8 @@ def _left_out_remark(source: StoredRun, reward_set: str) -> str:
     scored = (
         "" if reward_set == "default" else f", scored in {reward_set!r} (run `agentrl rescore` again to add newer episodes)"
     )
-    some = f"{len(source.groups)} of its {format_count(source.planned, 'group')}"
-    return f"{row['name']} is {row['status']}: {some} have enough done episodes{scored}."
+    some = f"{len(source.groups)} of {format_count(source.planned, 'group')}"
+    return f"{row['name']} is {row['status']}: enough done episodes are in {some}{scored}."
 
 
 def _refuse_ignored(chosen: Mapping[str, Any]) -> None:

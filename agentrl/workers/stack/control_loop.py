@@ -59,20 +59,19 @@ def tick() -> int | None:
     where, db = settings(), database()
     if not leases.take_service_lease(db, "control", worker_name(), 3 * where.tick_seconds + 2):
         return None
-    _, left = send_missing(PASS_SECONDS)
-    return left
+    return send_missing(PASS_SECONDS)
 
 
-def send_missing(seconds: float = inf) -> tuple[int, int]:
-    """Send the missing messages, at least one; begin no other after so many seconds. Return how many were sent, and how many
-    are left. Other processes may send the same messages too: a duplicate causes no harm.
+def send_missing(seconds: float = inf) -> int:
+    """Send the missing messages, at least one; begin no other after so many seconds. Return how many are left. Other processes
+    may send the same messages too: a duplicate causes no harm.
     """
     db = database()
     actions = plan(control_reads.snapshot(db, settings().lease_seconds))
     end = time.monotonic() + seconds
     for sent, action in enumerate(actions):
         if sent and time.monotonic() > end:
-            return sent, len(actions) - sent
+            return len(actions) - sent
         log.info("sending %s", action)
         faultpoint("control.before")
         match action:
@@ -83,4 +82,4 @@ def send_missing(seconds: float = inf) -> tuple[int, int]:
             case SendTrain(iteration):
                 send_train(db, iteration)
         faultpoint("control.after")
-    return len(actions), 0
+    return 0

@@ -203,11 +203,12 @@ def list_update_troubles(run: str, iteration: IterationRecord, algorithm: str | 
 
 def _iterate_troubles(run: str, iteration: IterationRecord, algorithm: str | None) -> Iterator[tuple[str, Trouble]]:
     """Yield the problems of an iteration, each with its subject. No subject occurs twice."""
-    troubles = dict(_iterate_causes(run, iteration, algorithm))
-    skipped = iteration.row["skipped"]
-    subject, *others = _CAUSES_OF_SKIPPING.get(skipped, ("step",))
-    if skipped and not troubles.keys() & {subject, *others}:
-        yield subject, Trouble(f"The update made no step: {skipped}.")
+    troubles, counts = dict(_iterate_causes(run, iteration, algorithm)), iteration.counts
+    if skipped := iteration.row["skipped"]:
+        cause = _CAUSES_OF_SKIPPING.get(skipped, "step")
+        is_solved = cause == "groups" and "solved" in troubles and counts.right == counts.groups
+        if cause not in troubles and not is_solved:
+            yield cause, Trouble(f"The update made no step: {skipped}.")
     yield from troubles.items()
 
 
@@ -325,13 +326,9 @@ def _over(limit: float) -> Any:
     return lambda value: value > limit
 
 
-_CAUSES_OF_SKIPPING: Mapping[str, tuple[str, ...]] = {
-    NO_GROUP_VARIES: ("groups", "solved"),
-    NO_ADVANTAGE: ("groups", "solved"),
-    TOO_FEW_EPISODES: ("episodes",),
-}
-"""The subjects of the troubles that explain why an update was skipped, by the reason in the iteration's row. If there is no
-such trouble, the skipped update is reported under the first subject.
+_CAUSES_OF_SKIPPING: Mapping[str, str] = {NO_GROUP_VARIES: "groups", NO_ADVANTAGE: "groups", TOO_FEW_EPISODES: "episodes"}
+"""The subject of the trouble that explains why an update was skipped, by the reason in the iteration's row. If there is no such
+trouble, the skipped update is reported under this subject.
 """
 _RULES: Mapping[str, tuple[Any, str]] = {
     "clip_fraction": (

@@ -31,6 +31,13 @@ class GroupState:
     id: int
     claim: Claim
 
+    @property
+    def was_sent(self) -> bool:
+        """True if the group's job was sent at least once. If a worker holds or held the group, it was sent, although the mark
+        may be missing: the worker may have locked the row at that moment (`planning.mark_groups_sent`).
+        """
+        return bool(self.claim.sends) or self.claim.held or self.claim.expired_ago is not None
+
 
 @dataclass(frozen=True, slots=True)
 class IterationState:
@@ -58,10 +65,8 @@ class IterationState:
 
     @property
     def is_dispatched(self) -> bool:
-        """True if the iteration's chord was sent at least once. A group that a worker holds was sent, although its send may not
-        be marked: the worker may have locked its row at that moment (`planning.mark_groups_sent`).
-        """
-        return bool(self.train.sends) or any(group.claim.sends or group.claim.held for group in self.groups)
+        """True if the iteration's chord was sent at least once."""
+        return bool(self.train.sends) or any(group.was_sent for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -341,8 +341,8 @@ def db_clock_ms(tx: Connection) -> int:
 def mark_groups_sent(tx: Connection, groups: Sequence[int], sent_ms: int | None = None) -> None:
     """Add one to the number of messages of each group, and store the time of sending.
 
-    A group that another transaction has locked is not marked, because a worker claims or holds it. If that worker is lost, the
-    control loop sends the message again at once.
+    A group that another transaction has locked is not marked: usually, a worker claims it at that moment. If that worker is
+    lost, the control loop sends the message again at once.
 
     Args:
         sent_ms: the database's time (`db_clock_ms`) before the message was sent; None for the current time. With a later time,
@@ -360,11 +360,14 @@ def select_unlocked(key: ColumnElement[Any], values: Sequence[int]) -> Select[tu
 
 @transaction
 def mark_train_sent(tx: Connection, iteration: int, sent_ms: int | None = None) -> None:
-    """Add one to the number of messages of the iteration's train job, and store the time of sending. See `mark_groups_sent`."""
+    """Add one to the number of messages of the iteration's train job, and store the time of sending. See `mark_groups_sent`.
+
+    This waits if another transaction has locked the iteration, because `train_sends` says whether there is a train job.
+    """
     skip_flush(tx)
     tx.execute(
         update(schema.iterations)
-        .where(schema.iterations.c.id.in_(select_unlocked(schema.iterations.c.id, [iteration])))
+        .where(schema.iterations.c.id == iteration)
         .values(train_sent_ms=now_ms() if sent_ms is None else sent_ms, train_sends=schema.iterations.c.train_sends + 1)
     )
 
