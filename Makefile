@@ -16,7 +16,7 @@ endif
 # Bytecode is kept, also where a container says otherwise: a command and its workers compile what they import once, not each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: env generated quickstart test test-explore test-slow test-ends faults disturbed disturbed-agents killed-sampler hosts learn learn-agent learn-code learn-real learn-examples learn-prompts demo pictures bench trackers clients gpu-check gpu-wheels lint lint-page format address wheel-test release compose-test vllm-test docs clean
+.PHONY: env generated quickstart test test-explore test-slow test-models test-ends faults disturbed disturbed-agents killed-sampler hosts learn learn-agent learn-code learn-real learn-examples learn-prompts demo pictures bench trackers clients gpu-check gpu-wheels lint lint-page format address wheel-test release compose-test vllm-test docs clean
 
 env: .venv/.stamp
 
@@ -52,7 +52,11 @@ test-explore: env
 
 # What takes some seconds or more: whole runs; kills, exceptions and stalls, each at most once per fault point.
 test-slow: env build/clients/litellm/.stamp
-	$(PYTEST) -m slow --durations=40
+	$(PYTEST) -m 'slow and not models' --durations=40
+
+# Every class of causal language models in transformers, small and random: some minutes. When the sampler or transformers changes.
+test-models: env
+	$(PYTEST) -m models
 
 FRAMEWORKS := $(patsubst tests/clients/frameworks/run_%.py,build/clients/%/.stamp,$(shell grep -l 'dependencies = \[' tests/clients/frameworks/*.py))
 requirements = sed -n 's/.*dependencies = \["\(.*\)"\]$$/\1/p' $< | sed 's/", "/ /g'

@@ -20,7 +20,7 @@ from tests.support.causal_classes import CLASSES, REFUSED, tiny_config
 from tests.support.families import save_random
 from tests.support.small_models import tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.models]
 NEAR = 1e-5
 
 
