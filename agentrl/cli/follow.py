@@ -84,6 +84,7 @@ def load_view(db: Any, run: str, before: RunView | None = None) -> RunView:
         ],
         machines=load_machines(db, FRESH_SECONDS).newest() if is_open else [],
         seconds=[] if is_open else load_run_seconds(db, run),
+        lost_workers=0 if is_open else run_rows.count_lost_workers(db, run),
     )
 
 
@@ -257,6 +258,9 @@ def summary(view: RunView) -> list[Line]:
     if view.scores:
         lines.append((f"  {held_out_line(view)}", ""))
     lines += [(f"  {line}", "") for line in _seconds_lines(view)]
+    if view.lost_workers:
+        lost = f"{format_count(view.lost_workers, 'worker')} {'was' if view.lost_workers == 1 else 'were'} lost"
+        lines.append((f"  {lost}, and the work went on from the last commit: agentrl events {name}", ""))
     lines += [(f"  {line}", "yellow") for line in view.flat]
     lines += [(f"  {line}", "") for line in view.trackers]
     lines += _failure_lines(view)

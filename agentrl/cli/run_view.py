@@ -25,6 +25,7 @@ class RunView:
         trackers: lines with the run's pages in trackers.
         machines: the newest row of `v_machine` of each host that reports its load at present.
         seconds: for a run that has ended, where its seconds went. See `load_run_seconds`.
+        lost_workers: for a run that has ended, how many workers were lost.
     """
 
     run: Row
@@ -40,6 +41,7 @@ class RunView:
     trackers: list[str] = field(default_factory=list)
     machines: list[Row] = field(default_factory=list)
     seconds: list[Row] = field(default_factory=list)
+    lost_workers: int = 0
 
     @property
     def rewards(self) -> list[float]:

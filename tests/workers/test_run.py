@@ -92,6 +92,8 @@ def test_rollout_worker_kill_costs_no_episode(embedded: Stack, model: Path, tmp_
     embedded.wait_for(run)
     assert_whole(embedded.database, iterations=4, episodes=64)
     assert count(embedded.database, "SELECT sum(losses) FROM groups") >= len(blows)
+    told = f"2 workers were lost, and the work went on from the last commit: agentrl events {run}"
+    assert told in embedded.agentrl("watch", run)
 
 
 GATED = (*SIZES, *TURNS, "-s", "hooks=[tests.support.parity_hook:Lucky,tests.support.gate:AtStart]")

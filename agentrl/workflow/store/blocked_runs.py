@@ -5,10 +5,10 @@ checkpoint that the run needs.
 from sqlalchemy import ColumnElement, Connection, Select, and_, bindparam, func, select
 
 from agentrl.workflow.store.connect import read_transaction, transaction
-from agentrl.workflow.store.leases import LOSS_EVENTS
 from agentrl.workflow.store.planning import log
 from agentrl.workflow.store.prepared_statements import PreparedStatement
 from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.column_values import LOSS_EVENTS
 from agentrl.workflow.trajectory import storable
 
 

@@ -14,16 +14,13 @@ from sqlalchemy import ColumnElement, Connection, delete, func, select, union, u
 from agentrl.workflow.store.connect import insert, read_transaction, transaction
 from agentrl.workflow.store.planning import IS_AT_WORK, log, set_run_status
 from agentrl.workflow.tables import schema
+from agentrl.workflow.tables.column_values import LOSS_EVENTS
 from agentrl.workflow.tables.columns import is_lease_free, now_ms
 from agentrl.workflow.trajectory import OPEN
 
 OOM_HINT = "Lower rollout.group_size or update.microbatch_tokens, or set model.load_in_4bit=true."
 """Advice for a worker that ran out of memory."""
 
-LOSS_EVENTS = ("oom", "worker_lost", "device_lost")
-"""The kinds of events that name a lost worker. The kernel killed it for lack of memory (`oom`), it was lost for another reason
-(`worker_lost`), or it ended because its GPU failed (`device_lost`).
-"""
 EXIT_MS = 3000
 """The time that a process may take to exit, in ms. Its claims stay leased for this time. The broker could otherwise deliver the
 retry message to the exiting process, whose connection is still open.

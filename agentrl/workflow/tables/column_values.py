@@ -15,3 +15,7 @@ CALL_KINDS = ("call", "grade", "agent")
 RUN_KINDS = ("train", "eval", "fork", "serve", "search", "import")
 TASK_ROLES = ("train", "choose", "held_out")
 AGENT_STATUS = ("pending", "running", "ended", "lost")
+LOSS_EVENTS = ("oom", "worker_lost", "device_lost")
+"""The kinds of events that name a lost worker. The kernel killed it for lack of memory (`oom`), it was lost for another reason
+(`worker_lost`), or it ended because its GPU failed (`device_lost`).
+"""

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, select
 
 from agentrl.workflow.store.connect import read_transaction
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
-from agentrl.workflow.store.leases import LOSS_EVENTS
+from agentrl.workflow.tables.column_values import LOSS_EVENTS
 from agentrl.workflow.tables.columns import now_ms
 
 

@@ -8,10 +8,10 @@ from datetime import datetime
 from typing import Any
 
 from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_read_transaction
-from agentrl.workflow.store.leases import LOSS_EVENTS
 from agentrl.workflow.store.reads.eval_results import MEASURED
 from agentrl.workflow.store.reads.label_rows import load_tags
 from agentrl.workflow.store.reads.run_rows import run_name
+from agentrl.workflow.tables.column_values import LOSS_EVENTS
 from agentrl.workflow.tables.views import RunRow
 
 PARTS_FROM = 1000
