@@ -18,7 +18,7 @@ from agentrl.cli.console import (
 from agentrl.cli.plot import plot
 from agentrl.cli.run_view import OPEN_STATUSES, Row, RunView, held_out_line, iteration_seconds
 from agentrl.cli.screen import live_lines
-from agentrl.workflow.runtime.shown_text import Line, cell, format_count
+from agentrl.workflow.runtime.shown_text import Line, cell, format_count, one_line
 
 if TYPE_CHECKING:
     from agentrl.workflow.store.reads.search_tree import SearchTree
@@ -116,9 +116,8 @@ def follow(db: Any, run: str, live: bool, write: Any) -> RunView:
                 if view.run["status"] != "done":  # a done run needs no control loop
                     if is_somebody_working(db):
                         seen = time.monotonic()
-                    view.warning = (
-                        _no_control_loop_hint(run) if time.monotonic() - seen > ALONE_SECONDS else _wait_line(db, view.run)
-                    )
+                    alone = _no_control_loop_hint(run) if time.monotonic() - seen > ALONE_SECONDS else ""
+                    view.warning = alone or _wait_line(db, view.run) or _failing_line(db, view)
                 screen.show(view)
                 if not view.is_active:
                     return view
@@ -349,6 +348,23 @@ def _wait_line(db: Any, run: Row) -> str:
 
     waited = blocked_runs.find_wait_reason(db, run["id"])
     return f"{run['run']} waits: {waited}" if waited else ""
+
+
+def _failing_line(db: Any, view: RunView) -> str:
+    """Return a warning if most of the episodes that ended in the open iterations have failed; else an empty string. The text
+    has no number that grows, because each new text is written.
+    """
+    from agentrl.workflow.analysis.run_health import MAX_ERROR_CHARS
+    from agentrl.workflow.store.reads import run_rows
+
+    now, name = view.progress, view.run["run"]
+    if not now or 2 * now["done"] >= now["finished"]:
+        return ""
+    failure = run_rows.find_most_frequent_failure(db, name)
+    if not failure:
+        return ""
+    listed = f"agentrl episodes {name} --status {failure['status']}"
+    return f"Most episodes of iteration {now['iteration']} fail, with: {one_line(failure['error'], MAX_ERROR_CHARS)} ({listed})"
 
 
 def _no_control_loop_hint(run: str) -> str:

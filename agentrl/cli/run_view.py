@@ -19,7 +19,7 @@ class RunView:
         progress: the counts of the run's open iterations.
         failure, agent_error: the most frequent failure, and the most frequent error of the agent.
         sampled_on: the reason why more episodes than planned are sampled.
-        warning: the reason why the run is waiting.
+        warning: why the run is waiting, or the error of most of its open episodes.
         gained: lines about the gain of a prompt search.
         flat: lines that say why there is no training signal.
         trackers: lines with the run's pages in trackers.

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from sqlalchemy import text
 
-from agentrl.cli.follow import _Lines, _seconds_lines, load_view, summary
+from agentrl.cli.follow import _failing_line, _Lines, _seconds_lines, load_view, summary
 from agentrl.cli.main import main
 from agentrl.cli.run_view import RunView
 from agentrl.cli.screen import live_lines
@@ -21,6 +21,7 @@ from tests.support.played_runs import (
     answered,
     claim,
     claim_training,
+    fail,
     finish,
     play,
     sampled,
@@ -89,6 +90,19 @@ def test_watch_explains_equal_rewards_after_three_iterations(database: Database)
         assert said in shown
     assert [line for line in written if line in view.flat] == view.flat, "once"
     assert shown in "\n".join(text.strip("\n")[2:] for text, _ in summary(view))
+
+
+def test_watch_warns_while_most_episodes_fail(database: Database) -> None:
+    good, *bad, _ = start(database, submission(tasks=4, tasks_per_iteration=4))
+    play(database, good)
+    warnings = []
+    for group in bad:
+        work = claim(database, group)
+        for position in range(2):
+            fail(database, work, position)
+        warnings.append(_failing_line(database, load_view(database, "first")))
+    told = "Most episodes of iteration 1 fail, with: the reward raised (agentrl episodes first --status failed)"
+    assert warnings == ["", told]
 
 
 def test_watch_names_the_pages_of_trackers(database: Database) -> None:
