@@ -128,7 +128,7 @@ def test_iteration_health_of_groups(counts: GroupCounts, algorithm: str | None, 
 
 
 @pytest.mark.parametrize(("right", "texts"), [(8, ["8 of 8"]), (5, ["The update made no step", "5 of 8"])])
-def test_skipped_update_is_explained_by_solved_groups_only_if_all_are(right: int, texts: list[str]) -> None:
+def test_skipped_update_is_explained_if_all_groups_are_solved(right: int, texts: list[str]) -> None:
     record = IterationRecord({**ITERATION, "skipped": NO_GROUP_VARIES}, [], GroupCounts(8, 8, right))
     troubles = list_update_troubles("first", record, GRPO)
     assert [trouble.text[: len(text)] for trouble, text in zip(troubles, texts, strict=True)] == texts
