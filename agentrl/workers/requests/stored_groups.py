@@ -20,7 +20,6 @@ from agentrl.workflow.config import RunConfig, SourceConfig, build
 from agentrl.workflow.errors import ConfigError, StateError
 from agentrl.workflow.experiment import Experiment
 from agentrl.workflow.hooks import load_hooks
-from agentrl.workflow.runtime.shown_text import format_count
 from agentrl.workflow.store.connect import Database
 from agentrl.workflow.store.forks import StoredRun, find_episode_counted_twice, find_run_of_group, load_stored_run
 from agentrl.workflow.store.imported_runs import EXACT
@@ -116,8 +115,8 @@ def _left_out_remark(source: StoredRun, reward_set: str) -> str:
     scored = (
         "" if reward_set == "default" else f", scored in {reward_set!r} (run `agentrl rescore` again to add newer episodes)"
     )
-    some = f"{len(source.groups)} of {format_count(source.planned, 'group')}"
-    return f"{row['name']} is {row['status']}: enough done episodes are in {some}{scored}."
+    some = f"{len(source.groups)} of its {source.planned} groups"
+    return f"{row['name']} is {row['status']}: {some} have enough done episodes{scored}."
 
 
 def _refuse_ignored(chosen: Mapping[str, Any]) -> None:
