@@ -1,5 +1,6 @@
 """The values of columns that have only a few: what a filter may ask for, and what the constraints of the tables allow."""
 
+from collections.abc import Iterable
 from typing import get_args
 
 from agentrl.workflow.trajectory import TRANSITIONS, StopReason
@@ -19,3 +20,8 @@ LOSS_EVENTS = ("oom", "worker_lost", "device_lost")
 """The kinds of events that name a lost worker. The kernel killed it for lack of memory (`oom`), it was lost for another reason
 (`worker_lost`), or it ended because its GPU failed (`device_lost`).
 """
+
+
+def list_in_sql(values: Iterable[str]) -> str:
+    """Return values that the code itself names as the list of an SQL IN. They are not escaped."""
+    return ", ".join(f"'{value}'" for value in values)

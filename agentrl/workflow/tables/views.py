@@ -18,6 +18,7 @@ from datetime import datetime
 from typing import Any
 
 from agentrl.workflow.stats.group_variance import CUT_OFF, DIFFERENT, NO_VARIANCE, SURPLUS
+from agentrl.workflow.tables.column_values import list_in_sql
 from agentrl.workflow.tables.step_values import CONTENT, FINAL_ANSWER, THOUGHT
 from agentrl.workflow.tables.view_row import ViewRow, column
 from agentrl.workflow.trajectory import TRUNCATED
@@ -518,7 +519,6 @@ class UpdateRow(
     log_ratio_clamped: float | None = column("u.log_ratio_clamped")
 
 
-_TRUNCATED = ", ".join(f"'{reason}'" for reason in TRUNCATED)
 _FATE_OF_KIND = {"eval": "evaluated", "fork": "forked", "search": "searched", "serve": "served", "import": "imported"}
 _FATE = f"""
     CASE WHEN e.status IN ('planned', 'running') THEN 'open'
@@ -539,7 +539,7 @@ _FATE = f"""
         AND other.episode_id = sibling.id AND other.stage = 'train'))
       AND (g.dropped = '' OR EXISTS (  -- else all that could have taught something strayed
       SELECT 1 FROM groups flat WHERE flat.id = e.group_id AND flat.std_reward = 0)) THEN 'no_variance'
-    WHEN c.advantage = 0 AND g.dropped LIKE '%{CUT_OFF}%' AND e.stop_reason IN ({_TRUNCATED}) THEN 'truncated'
+    WHEN c.advantage = 0 AND g.dropped LIKE '%{CUT_OFF}%' AND e.stop_reason IN ({list_in_sql(TRUNCATED)}) THEN 'truncated'
     WHEN c.advantage = 0 AND g.dropped LIKE '%{DIFFERENT}%' THEN 'strayed'
     WHEN i.skipped <> '' THEN 'skipped'
     ELSE 'trained' END"""

@@ -37,7 +37,7 @@ from agentrl.workflow.store.row_codecs import (
     task_value,
 )
 from agentrl.workflow.store.solved_rule import MEMBERS, load_rule
-from agentrl.workflow.tables.column_values import EPISODE_STATUS, STOP_REASONS
+from agentrl.workflow.tables.column_values import EPISODE_STATUS, STOP_REASONS, list_in_sql
 from agentrl.workflow.tables.step_values import JOIN_PROMPT, JOIN_PROMPT_IDS, PROMPT, PROMPT_IDS
 from agentrl.workflow.tables.views import FATE_CONDITIONS, FATES, CallRow, EpisodeRow, RewardRow, StepRow
 from agentrl.workflow.trajectory import TRUNCATED, Episode, Step, storable
@@ -217,7 +217,7 @@ def _conditions(tx: Any, chosen: EpisodeFilter) -> tuple[list[str], list[str], d
         conditions.append(FATE_CONDITIONS[chosen.fate])
         test_values["run_name"] = run_id_and_name(tx, chosen.run)["name"]
     if chosen.truncated is not None:
-        reasons = ", ".join(f"'{reason}'" for reason in TRUNCATED)
+        reasons = list_in_sql(TRUNCATED)
         conditions.append(f"coalesce(stop_reason, '') {'IN' if chosen.truncated else 'NOT IN'} ({reasons})")
         values["truncated"] = int(chosen.truncated)
     if chosen.text is not None:

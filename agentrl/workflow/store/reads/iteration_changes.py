@@ -15,6 +15,7 @@ from agentrl.workflow.store.reads.evidence_rows import count_error_classes, load
 from agentrl.workflow.store.reads.iteration_rows import find_iteration
 from agentrl.workflow.store.reads.run_rows import run_id_and_name
 from agentrl.workflow.store.solved_rule import MEMBERS
+from agentrl.workflow.tables.column_values import list_in_sql
 from agentrl.workflow.trajectory import TRUNCATED
 
 MAX_TASKS = 8
@@ -99,7 +100,7 @@ _EPISODES = """
 
 
 def _load_sums(tx: Any, iteration: int) -> dict[str, float | None]:
-    reasons = ", ".join(f"'{reason}'" for reason in TRUNCATED)
+    reasons = list_in_sql(TRUNCATED)
     query = f"""
         SELECT count(*) AS episodes, sum(CASE WHEN status = 'done' THEN reward END) AS reward,
                sum(CASE WHEN status = 'done' THEN 1 ELSE 0 END) AS done,

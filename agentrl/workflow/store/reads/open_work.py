@@ -9,7 +9,7 @@ from sqlalchemy import Connection, select
 
 from agentrl.workflow.store.connect import read_transaction
 from agentrl.workflow.store.driver_reader import Row, select_rows, sql_read_transaction
-from agentrl.workflow.tables.column_values import LOSS_EVENTS
+from agentrl.workflow.tables.column_values import LOSS_EVENTS, list_in_sql
 from agentrl.workflow.tables.columns import now_ms
 
 
@@ -94,7 +94,7 @@ _QUEUES = f"""
            sum(CASE WHEN sends > 1 THEN sends - 1 ELSE 0 END) AS resent
     FROM ({OPEN_WORK}) work GROUP BY queue"""
 _RUNS = "SELECT status, count(*) AS n FROM runs GROUP BY status"
-_EVENTS = f"SELECT kind, count(*) AS n FROM events WHERE kind IN ({', '.join(map(repr, FAILURES))}) GROUP BY kind"
+_EVENTS = f"SELECT kind, count(*) AS n FROM events WHERE kind IN ({list_in_sql(FAILURES)}) GROUP BY kind"
 _COUNTED = f"(SELECT id, name FROM runs WHERE status = 'running' ORDER BY id DESC LIMIT {MAX_RUNS}) r"
 _RUNNING = f"""
     SELECT r.name AS run,

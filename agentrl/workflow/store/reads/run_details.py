@@ -11,7 +11,7 @@ from agentrl.workflow.store.driver_reader import Row, among, select_rows, sql_re
 from agentrl.workflow.store.reads.eval_results import MEASURED
 from agentrl.workflow.store.reads.label_rows import load_tags
 from agentrl.workflow.store.reads.run_rows import run_name
-from agentrl.workflow.tables.column_values import LOSS_EVENTS
+from agentrl.workflow.tables.column_values import LOSS_EVENTS, list_in_sql
 from agentrl.workflow.tables.views import RunRow
 
 PARTS_FROM = 1000
@@ -196,10 +196,10 @@ def _newest_steps(tx: Any, running: Sequence[RunRow]) -> Mapping[int, datetime]:
 def _waits(tx: Any, running: Sequence[RunRow]) -> dict[int, str]:
     if not running:
         return {}
-    ids, losses = among(run.id for run in running), ", ".join(f"'{kind}'" for kind in LOSS_EVENTS)
+    ids = among(run.id for run in running)
     query = f"""
         SELECT run_id, detail FROM events WHERE kind = 'waiting' AND id IN
-          (SELECT max(id) FROM events WHERE run_id IN ({ids}) AND kind NOT IN ({losses}) GROUP BY run_id)"""
+          (SELECT max(id) FROM events WHERE run_id IN ({ids}) AND kind NOT IN ({list_in_sql(LOSS_EVENTS)}) GROUP BY run_id)"""
     waiting = {row["run_id"]: str(row["detail"]) for row in select_rows(tx, query)}
     making = f"""
         SELECT r.id AS run_id, m.name, t.broken FROM runs r JOIN policies p ON p.run_id = r.id AND p.path <> ''

@@ -17,7 +17,7 @@ from agentrl.workflow.store.reads.paging import (
 from agentrl.workflow.store.row_codecs import MAX_ID
 from agentrl.workflow.store.run_names import find_run
 from agentrl.workflow.store.solved_rule import load_rule
-from agentrl.workflow.tables.column_values import LOSS_EVENTS, RUN_KINDS, RUN_STATUS
+from agentrl.workflow.tables.column_values import LOSS_EVENTS, RUN_KINDS, RUN_STATUS, list_in_sql
 from agentrl.workflow.tables.step_values import FINAL_ANSWER
 from agentrl.workflow.tables.views import RunRow
 from agentrl.workflow.trajectory import storable
@@ -212,8 +212,7 @@ def find_most_frequent_agent_error(tx: Any, run: str) -> Row:
 @sql_read_transaction
 def count_lost_workers(tx: Any, run: str) -> int:
     """Return how many workers were lost while the run was at work. A worker that was lost twice counts twice."""
-    kinds = ", ".join(f"'{kind}'" for kind in LOSS_EVENTS)
-    query = f"SELECT count(*) AS count FROM events WHERE run_id = :id AND kind IN ({kinds})"
+    query = f"SELECT count(*) AS count FROM events WHERE run_id = :id AND kind IN ({list_in_sql(LOSS_EVENTS)})"
     return int(select_rows(tx, query, id=run_id_and_name(tx, run)["id"])[0]["count"])
 
 
